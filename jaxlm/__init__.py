@@ -1,0 +1,1 @@
+"""Pretraining of recurrent-depth and Transformer language models on one GPU."""

@@ -1,0 +1,601 @@
+"""Every setting of a run: typed, documented, validated, and with its default here alone.
+
+A run is described by YAML files and ``key=value`` words that are merged from left to right and
+then read into :class:`Config`, a tree of frozen dataclasses. Reading is strict: an unknown or
+repeated key, a wrong type, a value out of range or a contradiction is a :class:`UserError` that
+names the file, the line, the key and, where one is near, the key that was meant.
+
+YAML scalars follow the JSON-like core of YAML 1.2 rather than YAML 1.1, so that ``1e-4`` is a
+number while ``no``, ``012``, ``3:20`` and ``2026-01-01`` stay text.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from jaxlm.errors import UserError
+
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0.0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Dtype = Literal["float32", "bfloat16", "float64"]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RunConfig:
+    """Name and place of a run."""
+
+    # Directory name of the run under `directory`.
+    name: Name = "run"
+    # Parent directory of all runs.
+    directory: Text = "runs"
+    # Seed of weights, dropout, initial states and depth draws.
+    seed: Count = 42
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PrepareConfig:
+    """How raw text becomes token shards (scripts/prepare_data.py)."""
+
+    # Files or globs of UTF-8 text, one document a file; `package:NAME/GLOB` reads the files of an
+    # installed Python package without importing it.
+    inputs: tuple[Text, ...] = ()
+    # A Hugging Face tokenizer.json; null trains a byte-level BPE on the training documents.
+    tokenizer: Text | None = None
+    # Entries of a tokenizer trained here, special token and 256 bytes included.
+    vocabulary_size: Annotated[int, Field(ge=257)] = 4096
+    # Share of documents held out for validation, chosen by a hash of each document's text.
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
+    # Tokens per shard file.
+    shard_tokens: Positive = 2**26
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DataConfig:
+    """Which tokens are read, and in which order."""
+
+    # Directory of prepared shards with its manifest.json.
+    directory: Text = "prepared/data"
+    # Tokens a row: the context length in training.
+    sequence_length: Positive = 1024
+    # packed: rows are consecutive windows of the token stream, documents kept apart by segment
+    # ids. padded: one document a row (long ones in pieces), padded on the right.
+    layout: Literal["packed", "padded"] = "packed"
+    # Passes over the training rows, each in a new order. 1 is a single pass.
+    epochs: Positive = 1
+    # Seed of the order of rows.
+    seed: Count = 42
+    # Windows prepared ahead on the host, and as many again on the device.
+    prefetch: Positive = 2
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RecurrentConfig:
+    """The parts of a recurrent-depth model (used when model.kind is recurrent)."""
+
+    # Layers before the recurrence, applied once.
+    prelude_layers: Positive = 2
+    # Layers of the weight-shared core, applied `depth` times.
+    core_layers: Positive = 4
+    # Layers after the recurrence, applied once.
+    coda_layers: Positive = 2
+    # How the prelude's output enters each core step: add; concat (linear map of [state, input]);
+    # diagonal (contractive, per-channel decay below 1).
+    injection: Literal["add", "concat", "diagonal"] = "concat"
+    # State before the first core step: truncated normal noise, zeros, or the prelude's output.
+    initial_state: Literal["normal", "zero", "prelude"] = "normal"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TransformerConfig:
+    """The plain Transformer (used when model.kind is transformer)."""
+
+    # Number of layers.
+    layers: Positive = 8
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ModelConfig:
+    """Architecture."""
+
+    # recurrent (prelude, weight-shared core, coda) or transformer.
+    kind: Literal["recurrent", "transformer"] = "recurrent"
+    # Entries of the embedding; null takes the vocabulary size of the data.
+    vocabulary_size: Positive | None = None
+    # Width of the residual stream.
+    width: Positive = 512
+    # Query heads.
+    heads: Positive = 8
+    # Key and value heads (grouped-query attention); null means one per query head.
+    kv_heads: Positive | None = None
+    # Width of the gated MLP's hidden layer.
+    feed_forward: Positive = 1536
+    # pre: norm before each branch, a norm on the prelude's output and on the state.
+    # sandwich: norms before each branch and on the residual stream after it (Huginn).
+    norm: Literal["pre", "sandwich"] = "pre"
+    # RMS norm of queries and keys, per head, before the rotation.
+    qk_norm: bool = True
+    # Share one matrix between the embedding and the output head.
+    tie_embeddings: bool = True
+    # Base of the rotary position embedding.
+    rope_base: Annotated[float, Field(gt=1.0)] = 50000.0
+    # Added to the mean square in RMS norms.
+    norm_epsilon: Annotated[float, Field(gt=0.0)] = 1e-6
+    # Dropout rate on the embedding and on each residual branch.
+    dropout: Fraction = 0.0
+    # auto: cuDNN flash attention on a GPU in 16-bit precision, XLA elsewhere.
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    # Rematerialisation of layers and core steps: none keeps all activations; dots keeps matrix
+    # products; full keeps the inputs of layers only.
+    remat: Literal["none", "dots", "full"] = "full"
+    # Storage type of the weights.
+    param_dtype: Dtype = "float32"
+    # Type of activations and matrix products (norms, softmax and loss are at least float32).
+    compute_dtype: Dtype = "float32"
+    recurrent: RecurrentConfig = RecurrentConfig()
+    transformer: TransformerConfig = TransformerConfig()
+
+    def __post_init__(self) -> None:
+        _require(
+            self.width % self.heads == 0,
+            f"width ({self.width}) must be a multiple of heads ({self.heads})",
+        )
+        _require(
+            self.head_size % 2 == 0,
+            f"width / heads is {self.head_size}; rotary embeddings need an even head size",
+        )
+        _require(
+            self.heads % self.key_value_heads == 0,
+            f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})",
+        )
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def vocabulary(self) -> int:
+        """The vocabulary size, which must be known by now."""
+        if self.vocabulary_size is None:
+            raise ValueError("model.vocabulary_size is still null: set it, or read the data first")
+        return self.vocabulary_size
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DepthConfig:
+    """Core iterations per training update (ignored by a transformer)."""
+
+    # fixed: always `mean`. uniform: integers from minimum to 2 * mean - minimum.
+    # lognormal_poisson: 1 + Poisson(exp(normal)), with the mean asked for.
+    distribution: Literal["fixed", "uniform", "lognormal_poisson"] = "lognormal_poisson"
+    # Mean depth before the cap.
+    mean: Annotated[float, Field(ge=1.0)] = 6.0
+    # Standard deviation of the normal inside lognormal_poisson.
+    sigma: Rate = 0.5
+    # Draws below this are raised to it.
+    minimum: Positive = 1
+    # Draws above this are lowered to it (the cap).
+    maximum: Positive = 16
+    # Last core iterations that carry gradient: a number, or full for all of them.
+    backprop: Positive | Literal["full"] = 4
+    # Updates over which the mean grows linearly from `minimum` to `mean`; 0 starts at `mean`.
+    curriculum_updates: Count = 0
+
+    def __post_init__(self) -> None:
+        _require(
+            self.minimum <= self.mean <= self.maximum,
+            f"minimum ({self.minimum}) <= mean ({self.mean:g}) <= maximum ({self.maximum}) must hold",
+        )
+        _require(
+            self.distribution != "fixed" or float(self.mean).is_integer(),
+            f"mean ({self.mean:g}) must be a whole number when distribution is fixed",
+        )
+        _require(
+            self.distribution != "uniform" or float(2 * self.mean).is_integer(),
+            f"mean ({self.mean:g}) must be a multiple of 0.5 when distribution is uniform",
+        )
+        _require(
+            self.backprop == "full" or self.backprop <= self.maximum,
+            f"backprop ({self.backprop}) is above maximum ({self.maximum}); use full for all steps",
+        )
+
+    @property
+    def max_backprop(self) -> int:
+        """Largest gradient depth of any update: the static length of the gradient scan."""
+        return self.maximum if self.backprop == "full" else self.backprop
+
+    def backprop_depth(self, depth: int) -> int:
+        """Gradient depth of an update of the given depth."""
+        return min(depth, self.max_backprop)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LossConfig:
+    """Training loss."""
+
+    # Tokens whose logits exist at one time.
+    chunk_tokens: Positive = 512
+    # Weight of the mean squared log-partition (z-loss); 0 is off.
+    z_loss: Rate = 0.0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class OptimConfig:
+    """Optimizer, learning rate, clipping and accumulation."""
+
+    # adamw, or optax's adafactor.
+    name: Literal["adamw", "adafactor"] = "adamw"
+    # Peak learning rate.
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    # After the warm-up: cosine decay to the end of the run, constant, or warmup_stable_decay
+    # (constant, then linear over the last `decay_updates`).
+    schedule: Literal["cosine", "constant", "warmup_stable_decay"] = "cosine"
+    # Updates of linear warm-up: update i (from 0) uses peak * (i + 1) / warmup_updates.
+    warmup_updates: Count = 0
+    # Updates of the final linear decay (warmup_stable_decay only).
+    decay_updates: Count = 0
+    # Learning rate at the end of the decay.
+    end_learning_rate: Rate = 0.0
+    # Decay rate of the first moment (adamw).
+    beta1: Fraction = 0.9
+    # Decay rate of the second moment (adamw).
+    beta2: Fraction = 0.95
+    # Added to the root of the second moment (adamw).
+    epsilon: Annotated[float, Field(gt=0.0)] = 1e-8
+    # Decoupled weight decay, multiplied by the learning rate; matrices and embeddings only.
+    weight_decay: Rate = 0.1
+    # global: scale the gradient to a global norm of at most max_norm. off: never scale.
+    clip: Literal["global", "off"] = "global"
+    # Largest global gradient norm after clipping.
+    max_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    # token_weighted: sum gradients over micro-batches and divide once. optax_multisteps: the same
+    # mean through a stock optax.MultiSteps, which keeps its own float32 accumulator.
+    accumulation: Literal["token_weighted", "optax_multisteps"] = "token_weighted"
+
+    def __post_init__(self) -> None:
+        _require(
+            self.end_learning_rate <= self.learning_rate,
+            f"end_learning_rate ({self.end_learning_rate:g}) is above "
+            f"learning_rate ({self.learning_rate:g})",
+        )
+        _require(
+            (self.schedule == "warmup_stable_decay") == (self.decay_updates > 0),
+            f"decay_updates ({self.decay_updates}) goes with schedule: warmup_stable_decay, which "
+            f"needs at least 1; schedule is {self.schedule}",
+        )
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TrainingConfig:
+    """Size and number of updates."""
+
+    # Weight updates in all; null takes what data.epochs gives.
+    updates: Positive | None = None
+    # Rows a forward pass sees.
+    micro_batch_rows: Positive = 8
+    # Micro-batches an update; rows a window = micro_batch_rows * micro_batches.
+    micro_batches: Positive = 1
+    # Updates in a row that may be skipped for a non-finite loss or gradient before the run stops.
+    max_nonfinite_updates: Positive = 10
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of one update."""
+        return self.micro_batch_rows * self.micro_batches
+
+
+@dataclass(frozen=True, config=_STRICT)
+class EvaluationConfig:
+    """Validation during and after training."""
+
+    # Updates between validation passes; 0 evaluates at the end only.
+    every: Count = 500
+    # Depths of the final evaluation (a recurrent model; a transformer has one).
+    depths: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1, 3, 6, 12)
+    # Rows a forward pass sees.
+    batch_rows: Positive = 8
+    # Rows of validation passes during training; the final one reads all. null means all.
+    rows: Positive | None = None
+
+    def __post_init__(self) -> None:
+        _require(len(set(self.depths)) == len(self.depths), "depths repeats a value")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CheckpointConfig:
+    """Checkpoints."""
+
+    # Updates between checkpoints; the end of the run and an interruption always save.
+    every: Positive = 500
+    # Newest checkpoints kept; the one with the best validation loss is kept beside them.
+    keep: Positive = 2
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LoggingConfig:
+    """What is shown and recorded beside metrics.jsonl."""
+
+    # Updates between lines where the output is not a terminal.
+    every: Positive = 50
+    # Write TensorBoard event files.
+    tensorboard: bool = True
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Config:
+    """A run."""
+
+    run: RunConfig = RunConfig()
+    prepare: PrepareConfig = PrepareConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    depth: DepthConfig = DepthConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    def __post_init__(self) -> None:
+        if self.training.updates is not None:
+            check_horizon(self, self.training.updates)
+
+
+def check_horizon(config: Config, updates: int) -> None:
+    """Raise ValueError unless the learning-rate schedule fits into `updates` updates."""
+    optim = config.optim
+    _require(
+        optim.warmup_updates < updates,
+        f"optim.warmup_updates ({optim.warmup_updates}) must be below "
+        f"training.updates ({updates})",
+    )
+    _require(
+        optim.warmup_updates + optim.decay_updates <= updates,
+        f"optim.warmup_updates ({optim.warmup_updates}) + optim.decay_updates "
+        f"({optim.decay_updates}) exceed training.updates ({updates})",
+    )
+
+
+# --------------------------------------------------------------------------------------------
+# Reading
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the scalars of YAML 1.2's core schema, refusing repeated keys."""
+
+    yaml_implicit_resolvers: typing.ClassVar[dict] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} is not text", problem_mark=key_node.start_mark
+                )
+            if "." in key:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key '{key}' has a dot: in a file, nest the key in its section",
+                    problem_mark=key_node.start_mark,
+                )
+            if key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key '{key}' stands twice (first on line {seen[key]})",
+                    problem_mark=key_node.start_mark,
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+_INTEGER = re.compile(r"^[-+]?(0|[1-9][0-9]*)$")
+_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:null", re.compile(r"^(null|~|)$"), ["n", "~", ""]
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+# YAML 1.1's own number constructors read 012 as octal and 3:20 in base 60.
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(node.value))
+
+
+def _parse_yaml(text: str, source: str) -> tuple[Any, dict[str, int]]:
+    """Return the value of a YAML text and the line of each dotted key."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}, {}
+        lines: dict[str, int] = {}
+
+        def walk(node: yaml.Node, path: str) -> None:
+            if isinstance(node, yaml.MappingNode):
+                for key_node, value_node in node.value:
+                    key = f"{path}.{key_node.value}" if path else str(key_node.value)
+                    lines.setdefault(key, key_node.start_mark.line + 1)
+                    walk(value_node, key)
+
+        walk(node, "")
+        return loader.construct_document(node), lines
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{source}{line}: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{source}: not YAML ({' '.join(str(error).split())})") from None
+    finally:
+        loader.dispose()
+
+
+def _merge(base: dict, extra: dict, where: dict[str, str], origin: typing.Callable, path: str) -> None:
+    for key, value in extra.items():
+        dotted = f"{path}.{key}" if path else key
+        where[dotted] = origin(dotted)
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value, where, origin, dotted)
+        elif isinstance(value, dict):
+            base[key] = {}
+            _merge(base[key], value, where, origin, dotted)
+        else:
+            base[key] = value
+
+
+def _valid_keys(cls: type = Config, path: str = "") -> dict[str, str]:
+    """Map each dotted key to its kind: 'section' or 'setting'."""
+    keys: dict[str, str] = {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        dotted = f"{path}{field.name}"
+        if dataclasses.is_dataclass(hints[field.name]):
+            keys[dotted] = "section"
+            keys |= _valid_keys(typing.cast(type, hints[field.name]), f"{dotted}.")
+        else:
+            keys[dotted] = "setting"
+    return keys
+
+
+def _nearest(dotted: str) -> str:
+    """The valid key that was probably meant, as a phrase."""
+    valid = _valid_keys()
+    section, _, leaf = dotted.rpartition(".")
+    same_leaf = [key for key in valid if key.rpartition(".")[2] == leaf]
+    siblings = [key for key in valid if key.rpartition(".")[0] == section]
+    names = [key.rpartition(".")[2] for key in siblings]
+    initials = [name for name in names if "".join(word[0] for word in name.split("_")) == leaf]
+    close_leaf = initials or difflib.get_close_matches(leaf, names, 1, 0.7)
+    if close_leaf:
+        return f"; did you mean '{f'{section}.' if section else ''}{close_leaf[0]}'?"
+    if same_leaf:
+        return f"; did you mean '{same_leaf[0]}'?"
+    close = difflib.get_close_matches(dotted, valid, 1, 0.6)
+    if not close:
+        leaves = {key.rpartition(".")[2]: key for key in valid}
+        close = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, 1, 0.75)]
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; valid keys here: {', '.join(names)}" if names else ""
+
+
+def _describe(error: Any, where: dict[str, str]) -> str:
+    """One line for one of pydantic's errors."""
+    valid = _valid_keys()
+    path, dotted = [], ""
+    for part in error["loc"]:
+        # A union appends the names of its members, a tuple the index, to the key.
+        candidate = ".".join([*path, str(part)])
+        if candidate in valid or error["type"] == "unexpected_keyword_argument":
+            path.append(str(part))
+    dotted = ".".join(path)
+    at = where.get(dotted)
+    prefix = f"{at}: " if at else ""
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{prefix}unknown key '{dotted}'{_nearest(dotted)}"
+    if error["type"] == "value_error":  # a contradiction found by one of the checks above
+        section = f"{dotted}: " if dotted else ""
+        places = sorted({w for key, w in where.items() if key.startswith(dotted)})
+        files = f"{', '.join({p.split(':')[0] for p in places})}: " if places else ""
+        return f"{files}{section}{error['ctx']['error']}"
+    message = error["msg"][:1].lower() + error["msg"][1:]
+    return f"{prefix}'{dotted}' is {json.dumps(error['input'])}: {message}"
+
+
+def _explain(error: ValidationError, where: dict[str, str]) -> str:
+    by_key: dict[str, list[str]] = {}
+    for item in error.errors(include_url=False):
+        line = _describe(item, where)
+        by_key.setdefault(line.rsplit("' is ", 1)[0], []).append(line)
+    lines = []
+    for group in by_key.values():
+        # The members of a union each complain; say them in one line.
+        head = group[0]
+        tails = [line.rsplit(": ", 1)[1] for line in group[1:]]
+        lines.append(" or ".join([head, *dict.fromkeys(tails)]))
+    return "\n".join(lines)
+
+
+def from_tree(tree: dict[str, Any], where: dict[str, str] | None = None) -> Config:
+    """Read a tree of plain values (dicts, lists, numbers, text, null) into a Config.
+
+    Args:
+        tree: nested settings, as parsed from YAML or JSON.
+        where: file and line of each dotted key, for messages.
+
+    Raises:
+        UserError: one line for each thing that is wrong.
+    """
+    try:
+        return TypeAdapter(Config).validate_json(json.dumps(tree))
+    except ValidationError as error:
+        raise UserError(_explain(error, where or {})) from None
+
+
+def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+    """Read YAML files, then ``key=value`` words, merged from left to right.
+
+    Args:
+        paths: YAML files; later ones win.
+        overrides: words such as ``optim.learning_rate=1e-4``; the value is read as YAML.
+
+    Raises:
+        UserError: a file that cannot be read, or anything that is wrong in it.
+    """
+    tree: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    for path in paths:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path}: cannot read the configuration ({error.strerror})") from None
+        except UnicodeDecodeError:
+            raise UserError(f"{path}: not UTF-8 text") from None
+        value, lines = _parse_yaml(text, str(path))
+        if not isinstance(value, dict):
+            raise UserError(f"{path}: expected settings as 'key: value', found {type(value).__name__}")
+        _merge(tree, value, where, lambda key, p=path, n=lines: f"{p}:{n.get(key, 1)}", "")
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+            raise UserError(f"command line: expected key=value, found '{word}'")
+        value, _ = _parse_yaml(text, f"command line: {key}")
+        value = value if text.strip() else None
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        _merge(tree, value, where, lambda _: "command line", "")
+    return from_tree(tree, where)
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """The configuration as nested plain values, with every default filled in."""
+    return TypeAdapter(Config).dump_python(config, mode="json")
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as YAML that :func:`load` reads back to an equal Config."""
+    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,76 @@
+"""Floating-point operations per token, with depth and gradient depth counted.
+
+A multiply-add is two operations. Matrix products alone are counted: norms, softmax, rotations
+and the embedding look-up are below 2 % at any useful width. The backward pass of a matrix product
+takes twice its forward pass. Under truncated backpropagation the core costs its forward pass n
+times and its backward pass k times (6 * parameters * tokens is wrong there).
+"""
+
+from dataclasses import dataclass
+
+from jaxlm.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Operations per token of one pass, in units of one (not giga)."""
+
+    # Forward pass: everything once, the core n times.
+    forward: float
+    # Backward pass: twice the forward pass of what carries gradient.
+    backward: float
+    # The part of the forward pass that full rematerialisation does again.
+    recomputed: float
+
+    @property
+    def training(self) -> float:
+        """Forward and backward, without recomputation: the numerator of MFU."""
+        return self.forward + self.backward
+
+
+def layer_flops(config: ModelConfig, attended: float) -> float:
+    """Forward operations per token of one layer.
+
+    Args:
+        config: architecture.
+        attended: keys that a query is multiplied with, on average: T for attention that computes
+            the full square and masks it, (T + 1) / 2 for causal attention's need.
+    """
+    width, size = config.width, config.head_size
+    projections = width * size * (2 * config.heads + 2 * config.key_value_heads)
+    attention = 2 * config.heads * size * attended
+    mlp = 3 * width * config.feed_forward
+    return 2.0 * (projections + attention + mlp)
+
+
+def injection_flops(config: ModelConfig) -> float:
+    """Forward operations per token of one input injection."""
+    maps = {"add": 0, "concat": 2, "diagonal": 1}[config.recurrent.injection]
+    return 2.0 * maps * config.width**2
+
+
+def flops_per_token(
+    config: ModelConfig, attended: float, depth: float = 0, backprop_depth: float = 0
+) -> FlopsPerToken:
+    """Count the operations per token.
+
+    Args:
+        config: architecture, with `vocabulary_size` set.
+        attended: see :func:`layer_flops`.
+        depth: core steps n, or their mean (recurrent models).
+        backprop_depth: core steps with gradient k, or their mean.
+
+    Returns:
+        Operations of the forward pass, the backward pass and full rematerialisation. The chunked
+        loss recomputes its logits as well.
+    """
+    layer = layer_flops(config, attended)
+    head = 2.0 * config.width * config.vocabulary
+    if config.kind == "transformer":
+        once = config.transformer.layers * layer
+        return FlopsPerToken(once + head, 2 * (once + head), once + head)
+    parts = config.recurrent
+    once = (parts.prelude_layers + parts.coda_layers) * layer
+    core = parts.core_layers * layer + injection_flops(config)
+    with_gradient = once + backprop_depth * core + head
+    return FlopsPerToken(once + depth * core + head, 2 * with_gradient, with_gradient)

@@ -1,0 +1,215 @@
+"""The blocks that both models are built from.
+
+Shape legend: B rows, T positions, D width, H query heads, K key and value heads, F hidden width of
+the MLP, S head size. Arrays are in `compute_dtype` unless a comment says otherwise.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxlm.config import ModelConfig
+
+# Standard deviation of weights at width D: "small init" (Nguyen & Salazar 2019; Takase et al.
+# 2023, "Spike No More"), which Huginn uses as well.
+WEIGHT_SCALE = math.sqrt(2 / 5)
+
+
+def truncated_normal(std: float) -> nnx.Initializer:
+    """Normal noise of standard deviation `std`, redrawn beyond three of them."""
+    draw = jax.nn.initializers.truncated_normal(1.0, lower=-3.0, upper=3.0)
+    # Cutting at 3 sigma leaves a standard deviation of 0.98658 (variance 1 - 6 phi(3) / (2 Phi(3) - 1)).
+    scale = std / 0.98657717
+
+    def init(key: Array, shape, dtype=jnp.float32, out_sharding=None) -> Array:
+        del out_sharding  # no sharding inside the model
+        return (scale * draw(key, shape, jnp.promote_types(dtype, jnp.float32))).astype(dtype)
+
+    return init
+
+
+def linear(
+    config: ModelConfig, inputs: int, outputs: int, rngs: nnx.Rngs, scale: float = 1.0
+) -> nnx.Linear:
+    """A bias-free linear map with small init, times `scale`."""
+    return nnx.Linear(
+        inputs,
+        outputs,
+        use_bias=False,
+        kernel_init=truncated_normal(scale * WEIGHT_SCALE / math.sqrt(config.width)),
+        dtype=jnp.dtype(config.compute_dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm with a learned scale (Zhang & Sennrich 2019), at least in float32."""
+
+    def __init__(self, config: ModelConfig, size: int, rngs: nnx.Rngs):
+        del rngs  # the scale starts at one
+        self.scale = nnx.Param(jnp.ones((size,), config.param_dtype))
+        self.epsilon = config.norm_epsilon
+
+    def __call__(self, x: Array) -> Array:
+        """Normalise the last axis; shape and dtype are kept."""
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        x_wide = x.astype(wide)
+        mean_square = jnp.mean(jnp.square(x_wide), axis=-1, keepdims=True)
+        y = x_wide * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale[...].astype(wide)
+        return y.astype(x.dtype)
+
+
+def rotary_angles(positions_BT: Array, head_size: int, base: float) -> tuple[Array, Array]:
+    """Cosine and sine of RoPE's angles (Su et al. 2021), each [B, T, 1, S/2] in float32."""
+    frequency = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
+    angle = positions_BT[..., None, None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x_BTHS: Array, angles: tuple[Array, Array]) -> Array:
+    """Rotate the pairs (x[i], x[i + S/2]) by their position's angles."""
+    cos, sin = angles
+    first, second = jnp.split(x_BTHS.astype(jnp.promote_types(x_BTHS.dtype, jnp.float32)), 2, -1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTHS.dtype)
+
+
+def attention_mask(segment_ids_BT: Array) -> Array:
+    """Causal mask inside each segment: [B, 1, T, T], True where query (axis 2) may see key (3).
+
+    Padding is segment 0 and sees padding before it, so that every query sees at least itself and
+    a row that is all padding gives finite numbers.
+    """
+    length = segment_ids_BT.shape[-1]
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    same = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+    return (same & causal)[:, None]
+
+
+def attention_implementation(config: ModelConfig) -> str:
+    """Resolve `auto` for the default backend: 'cudnn' or 'xla'.
+
+    cuDNN's flash attention takes 16-bit inputs and, below compute capability 9.0, head sizes of
+    at most 128 that are multiples of 8.
+    """
+    if config.attention != "auto":
+        return config.attention
+    fits = config.compute_dtype == "bfloat16" and config.head_size <= 128
+    on_gpu = jax.default_backend() == "gpu"
+    return "cudnn" if on_gpu and fits and config.head_size % 8 == 0 else "xla"
+
+
+def fold_in(keys_B: Array, data: int | Array) -> Array:
+    """`jax.random.fold_in` on one key per row."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, data))(keys_B)
+
+
+def dropout(x_BTD: Array, rate: float, keys_B: Array | None) -> Array:
+    """Zero a share `rate` of the elements and scale up the rest; no keys means no dropout.
+
+    Each row draws from its own key and each position from its own counter, so the noise of a
+    token depends neither on the other rows of its batch nor on the padding after it.
+    """
+    if keys_B is None or rate == 0.0:
+        return x_BTD
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x_BTD.shape[1:]))(keys_B)
+    return jnp.where(keep, x_BTD / jnp.asarray(1.0 - rate, x_BTD.dtype), 0)
+
+
+class Attention(nnx.Module):
+    """Causal multi-head attention with rotary positions and grouped queries."""
+
+    def __init__(self, config: ModelConfig, out_scale: float, rngs: nnx.Rngs):
+        size, width = config.head_size, config.width
+        self.query = linear(config, width, config.heads * size, rngs)
+        self.key = linear(config, width, config.key_value_heads * size, rngs)
+        self.value = linear(config, width, config.key_value_heads * size, rngs)
+        self.out = linear(config, width, width, rngs, out_scale)
+        if config.qk_norm:
+            self.query_norm = RMSNorm(config, size, rngs)
+            self.key_norm = RMSNorm(config, size, rngs)
+        self.config = config
+
+    def __call__(self, x_BTD: Array, mask: Array, angles: tuple[Array, Array]) -> Array:
+        """Mix positions. `mask` is [B, 1, T, T]; returns [B, T, D]."""
+        config = self.config
+        rows, length, width = x_BTD.shape
+        heads_shape = (rows, length, -1, config.head_size)
+        q_BTHS = self.query(x_BTD).reshape(heads_shape)
+        k_BTKS = self.key(x_BTD).reshape(heads_shape)
+        v_BTKS = self.value(x_BTD).reshape(heads_shape)
+        if config.qk_norm:
+            q_BTHS, k_BTKS = self.query_norm(q_BTHS), self.key_norm(k_BTKS)
+        q_BTHS, k_BTKS = rotate(q_BTHS, angles), rotate(k_BTKS, angles)
+        y_BTHS = jax.nn.dot_product_attention(
+            q_BTHS, k_BTKS, v_BTKS, mask=mask, implementation=attention_implementation(config)
+        )
+        return self.out(y_BTHS.reshape(rows, length, width))
+
+
+class GatedMLP(nnx.Module):
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, out_scale: float, rngs: nnx.Rngs):
+        self.gate = linear(config, config.width, config.feed_forward, rngs)
+        self.up = linear(config, config.width, config.feed_forward, rngs)
+        self.down = linear(config, config.feed_forward, config.width, rngs, out_scale)
+
+    def __call__(self, x_BTD: Array) -> Array:
+        """Map each position on its own; returns [B, T, D]."""
+        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Block(nnx.Module):
+    """One layer: attention, then MLP, on a residual stream.
+
+    With norm 'pre': x + f(norm(x)) for each branch f. With 'sandwich': norm(x + f(norm(x))), the
+    form of Huginn (Geiping et al. 2025), where the second norm is on the residual stream itself.
+    """
+
+    def __init__(self, config: ModelConfig, out_scale: float, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config, config.width, rngs)
+        self.attention = Attention(config, out_scale, rngs)
+        self.mlp_norm = RMSNorm(config, config.width, rngs)
+        self.mlp = GatedMLP(config, out_scale, rngs)
+        if config.norm == "sandwich":
+            self.attention_out_norm = RMSNorm(config, config.width, rngs)
+            self.mlp_out_norm = RMSNorm(config, config.width, rngs)
+        self.config = config
+
+    def __call__(
+        self, x_BTD: Array, mask: Array, angles: tuple[Array, Array], keys_B: Array | None
+    ) -> Array:
+        """Apply the layer. `keys_B` holds a random key per row for dropout, None without."""
+        rate = self.config.dropout
+        sandwich = self.config.norm == "sandwich"
+        attention_keys = None if keys_B is None else fold_in(keys_B, 0)
+        mlp_keys = None if keys_B is None else fold_in(keys_B, 1)
+        branch = self.attention(self.attention_norm(x_BTD), mask, angles)
+        x_BTD = x_BTD + dropout(branch, rate, attention_keys)
+        x_BTD = self.attention_out_norm(x_BTD) if sandwich else x_BTD
+        branch = self.mlp(self.mlp_norm(x_BTD))
+        x_BTD = x_BTD + dropout(branch, rate, mlp_keys)
+        return self.mlp_out_norm(x_BTD) if sandwich else x_BTD
+
+
+class Embedding(nnx.Module):
+    """Token embedding, and the output head where the two are tied.
+
+    Rows start with standard deviation sqrt(2 / (5 D)) and are scaled by sqrt(D) on the way in.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        shape = (config.vocabulary, config.width)
+        init = truncated_normal(WEIGHT_SCALE / math.sqrt(config.width))
+        self.table = nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+        self.config = config
+
+    def __call__(self, tokens_BT: Array) -> Array:
+        """Look up tokens; returns [B, T, D]."""
+        x_BTD = self.table[...][tokens_BT].astype(self.config.compute_dtype)
+        return x_BTD * jnp.asarray(math.sqrt(self.config.width), x_BTD.dtype)
