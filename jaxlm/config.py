@@ -61,6 +61,8 @@ class PrepareConfig:
     inputs: tuple[Text, ...] = ()
     # A Hugging Face tokenizer.json; null trains a byte-level BPE on the training documents.
     tokenizer: Text | None = None
+    # The entry of that tokenizer which ends a document.
+    end_token: Text = "<|endoftext|>"
     # Entries of a tokenizer trained here, special token and 256 bytes included.
     vocabulary_size: Annotated[int, Field(ge=257)] = 4096
     # Share of documents held out for validation, chosen by a hash of each document's text.

@@ -1,0 +1,277 @@
+"""One update: gradients of a window's micro-batches, summed, divided once, clipped, applied.
+
+Shape legend: M micro-batches, B rows of a micro-batch, T positions, D width.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from jaxlm.config import Config, LossConfig, ModelConfig, OptimConfig
+from jaxlm.losses import LossSums, chunked_cross_entropy
+from jaxlm.models.build import Params, apply, init_params
+from jaxlm.optim import global_norm
+from jaxlm.training.optimizer import applied_learning_rate, build_optimizer, norm_before_clipping
+from jaxlm.training.state import TrainState
+
+# Purposes that the run's seed is folded with; depth draws have their own generator.
+INIT, NOISE = 0, 1
+
+# A window's arrays, see data/pipeline.py.
+Window = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The settings that are compiled into a training step: equal specs share one compilation."""
+
+    model: ModelConfig
+    loss: LossConfig
+    optim: OptimConfig
+    # Horizon of the learning-rate schedule.
+    updates: int
+    # Micro-batches an update.
+    micro_batches: int
+    # Mean training depth; scales the init.
+    expected_depth: float
+    # Static bound of the gradient depth.
+    max_backprop_depth: int
+    # The run's seed.
+    seed: int
+
+
+def step_spec(config: Config, vocabulary_size: int, updates: int) -> StepSpec:
+    """The spec of a run whose data has `vocabulary_size` entries and which takes `updates`."""
+    # dataclasses.replace runs the checks again, on settings that are complete now.
+    from dataclasses import replace
+
+    return StepSpec(
+        model=replace(config.model, vocabulary_size=vocabulary_size),
+        loss=config.loss,
+        optim=config.optim,
+        updates=updates,
+        micro_batches=config.training.micro_batches,
+        expected_depth=config.depth.mean,
+        max_backprop_depth=config.depth.max_backprop,
+        seed=config.run.seed,
+    )
+
+
+class StepMetrics(NamedTuple):
+    """What a step reports; device scalars that the loop reads one update later."""
+
+    # Optimised loss per target token: cross-entropy plus weighted z-loss, in nats.
+    loss: Array
+    # Cross-entropy per target token, in nats.
+    cross_entropy: Array
+    # Positions that carried loss.
+    target_tokens: Array
+    # Norm of the averaged gradient before clipping.
+    grad_norm: Array
+    # Norm of the change made to the weights; 0 for a skipped update.
+    update_norm: Array
+    # Learning rate applied; 0 for a skipped update.
+    learning_rate: Array
+    # Whether the weights changed.
+    applied: Array
+    # Whether loss, gradient and change were all finite.
+    finite: Array
+    # Block ids the step consumed, [M, B].
+    blocks: Array
+
+
+def _optimizer(spec: StepSpec) -> optax.GradientTransformationExtraArgs:
+    return build_optimizer(spec.optim, spec.updates, spec.micro_batches)
+
+
+def _to_float32(tree: optax.Params) -> optax.Params:
+    # The optimizer computes and keeps its state in float32 whatever the weights' dtype is: bf16
+    # second moments cannot decay (0.999 rounds to 1).
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init_state(spec: StepSpec) -> TrainState:
+    """The state before the first update, a function of the seed."""
+    key = jax.random.fold_in(jax.random.key(spec.seed), INIT)
+    params = init_params(spec.model, spec.expected_depth, key)
+    opt_state = _optimizer(spec).init(_to_float32(params))
+    return TrainState(update=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
+
+
+def row_keys(seed: int, update: int | Array, rows: Array) -> Array:
+    """One random key per row: a function of (seed, update, the row's index in its window)."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), NOISE), update)
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows.reshape(-1))
+
+
+def target_mask(segment_ids: Array) -> Array:
+    """Which of T positions carry loss, bool [..., T] from segment ids [..., T + 1].
+
+    A position's target is the next token, if that is of the same document and not padding.
+    """
+    return (segment_ids[..., 1:] == segment_ids[..., :-1]) & (segment_ids[..., 1:] > 0)
+
+
+def loss_sums(
+    spec: StepSpec, params: Params, batch: Window, keys_B: Array, depth: Array, backprop: Array
+) -> tuple[Array, LossSums]:
+    """Summed training loss of one micro-batch, and its parts.
+
+    Args:
+        spec: static settings.
+        params: parameters.
+        batch: arrays [B, T + 1] (`tokens`, `segment_ids`, `positions`).
+        keys_B: a random key per row.
+        depth: core steps, traced int32.
+        backprop: core steps with gradient, traced int32.
+    """
+    model = apply(spec.model, params)
+    tokens = batch["tokens"].astype(jnp.int32)
+    hidden_BTD = model(
+        tokens[:, :-1],
+        batch["segment_ids"][:, :-1],
+        batch["positions"][:, :-1],
+        keys_B,
+        train=True,
+        depth=depth,
+        backprop_depth=backprop,
+        max_backprop_depth=spec.max_backprop_depth,
+    )
+    sums = chunked_cross_entropy(
+        hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
+        model.head(),
+        tokens[:, 1:].reshape(-1),
+        target_mask(batch["segment_ids"]).reshape(-1),
+        spec.loss.chunk_tokens,
+    )
+    return sums.cross_entropy + spec.loss.z_loss * sums.squared_log_partition, sums
+
+
+def window_gradients(
+    spec: StepSpec, state: TrainState, window: Window, depth: Array, backprop: Array
+) -> tuple[optax.Updates, Array, LossSums]:
+    """Gradient sums (float32) of a window's micro-batches, summed loss, and the loss's parts."""
+    micro_batches, rows = window["block"].shape
+    keys = row_keys(spec.seed, state.update, jnp.arange(micro_batches * rows))
+    keys = keys.reshape(micro_batches, rows)
+
+    def gradients(batch: Window, keys_B: Array):
+        loss = functools.partial(loss_sums, spec)
+        (total, sums), grads = jax.value_and_grad(loss, has_aux=True)(
+            state.params, batch, keys_B, depth, backprop
+        )
+        return _to_float32(grads), total, sums
+
+    if micro_batches == 1:
+        return gradients(jax.tree.map(lambda x: x[0], window), keys[0])
+
+    def accumulate(carry, scanned):
+        return jax.tree.map(jnp.add, carry, gradients(*scanned)), None
+
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        jax.eval_shape(gradients, jax.tree.map(lambda x: x[0], window), keys[0]),
+    )
+    return jax.lax.scan(accumulate, zeros, (window, keys))[0]
+
+
+def multisteps_updates(
+    spec: StepSpec,
+    state: TrainState,
+    window: Window,
+    depth: Array,
+    backprop: Array,
+    params: optax.Params,
+) -> tuple[optax.Updates, optax.OptState, Array, LossSums]:
+    """Feed micro-batches to a stock optax.MultiSteps, whose last call emits the update.
+
+    MultiSteps averages its M inputs. Each is scaled by M / (the window's target tokens), which is
+    known beforehand from the segment ids, so that the average is the mean over target tokens.
+    """
+    micro_batches, rows = window["block"].shape
+    keys = row_keys(spec.seed, state.update, jnp.arange(micro_batches * rows))
+    tokens = jnp.maximum(jnp.sum(target_mask(window["segment_ids"])), 1).astype(jnp.float32)
+    optimizer = _optimizer(spec)
+
+    def one(carry, scanned):
+        opt_state, _, total, sums = carry
+        (loss, parts), grads = jax.value_and_grad(
+            functools.partial(loss_sums, spec), has_aux=True
+        )(state.params, *scanned, depth, backprop)
+        grads = jax.tree.map(lambda g: g * (micro_batches / tokens), _to_float32(grads))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (opt_state, updates, total + loss, jax.tree.map(jnp.add, sums, parts)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    zero = jnp.zeros((), jnp.float32)
+    start = (state.opt_state, zeros, zero, LossSums(*[zero] * 5))
+    keys = keys.reshape(micro_batches, rows)
+    (opt_state, updates, total, sums), _ = jax.lax.scan(one, start, (window, keys))
+    return updates, opt_state, total, sums
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def train_step(
+    spec: StepSpec, state: TrainState, window: Window, depth: Array, backprop: Array
+) -> tuple[TrainState, StepMetrics]:
+    """Take one update.
+
+    Args:
+        spec: static settings.
+        state: donated.
+        window: arrays of one window, see data/pipeline.py.
+        depth: core steps n of all its micro-batches, traced int32.
+        backprop: core steps with gradient k <= n, traced int32.
+
+    Returns:
+        The next state and what to report. A window without target tokens, or with a loss, gradient
+        or change that is not finite, leaves parameters and optimizer state as they were.
+    """
+    params = _to_float32(state.params)
+    if spec.optim.accumulation == "optax_multisteps":
+        updates, opt_state, total, sums = multisteps_updates(
+            spec, state, window, depth, backprop, params
+        )
+        tokens = jnp.maximum(sums.target_tokens, 1.0)
+    else:
+        grads, total, sums = window_gradients(spec, state, window, depth, backprop)
+        tokens = jnp.maximum(sums.target_tokens, 1.0)
+        grads = jax.tree.map(lambda g: g / tokens, grads)
+        updates, opt_state = _optimizer(spec).update(grads, state.opt_state, params)
+    grad_norm = norm_before_clipping(opt_state)
+
+    new_params = jax.tree.map(
+        lambda old, wide, change: (wide + change).astype(old.dtype), state.params, params, updates
+    )
+    update_norm = global_norm(
+        jax.tree.map(lambda new, wide: new.astype(wide.dtype) - wide, new_params, params)
+    )
+    finite = jnp.isfinite(total) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
+    applied = finite & (sums.target_tokens > 0)
+
+    def choose(new, old):
+        return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
+
+    next_state = TrainState(
+        update=state.update + 1,
+        params=choose(new_params, state.params),
+        opt_state=choose(opt_state, state.opt_state),
+    )
+    metrics = StepMetrics(
+        loss=total / tokens,
+        cross_entropy=sums.cross_entropy / tokens,
+        target_tokens=sums.target_tokens.astype(jnp.int32),
+        grad_norm=grad_norm,
+        update_norm=jnp.where(applied, update_norm, 0.0),
+        learning_rate=jnp.where(applied, applied_learning_rate(opt_state), 0.0),
+        applied=applied,
+        finite=finite,
+        blocks=window["block"],
+    )
+    return next_state, metrics
