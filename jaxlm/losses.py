@@ -6,7 +6,7 @@ Everything here returns sums and counts, never means: whoever sums over micro-ba
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,15 @@ class LossSums(NamedTuple):
     top1: Array
     # Targets among the five largest logits.
     top5: Array
+
+
+def target_mask(segment_ids: Any) -> Any:
+    """Which of T positions carry loss: bool [..., T] from segment ids [..., T + 1].
+
+    A position's target is the next token, if that is of the same document and not padding. Works
+    on JAX and on NumPy arrays.
+    """
+    return (segment_ids[..., 1:] == segment_ids[..., :-1]) & (segment_ids[..., 1:] > 0)
 
 
 def _chunks(x: Array, chunk: int) -> Array:

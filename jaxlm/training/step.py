@@ -4,7 +4,7 @@ Shape legend: M micro-batches, B rows of a micro-batch, T positions, D width.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import optax
 from jax import Array
 
 from jaxlm.config import Config, LossConfig, ModelConfig, OptimConfig
-from jaxlm.losses import LossSums, chunked_cross_entropy
+from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
 from jaxlm.models.build import Params, apply, init_params
 from jaxlm.optim import global_norm
 from jaxlm.training.optimizer import applied_learning_rate, build_optimizer, norm_before_clipping
@@ -47,9 +47,6 @@ class StepSpec:
 
 def step_spec(config: Config, vocabulary_size: int, updates: int) -> StepSpec:
     """The spec of a run whose data has `vocabulary_size` entries and which takes `updates`."""
-    # dataclasses.replace runs the checks again, on settings that are complete now.
-    from dataclasses import replace
-
     return StepSpec(
         model=replace(config.model, vocabulary_size=vocabulary_size),
         loss=config.loss,
@@ -108,14 +105,6 @@ def row_keys(seed: int, update: int | Array, rows: Array) -> Array:
     """One random key per row: a function of (seed, update, the row's index in its window)."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), NOISE), update)
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows.reshape(-1))
-
-
-def target_mask(segment_ids: Array) -> Array:
-    """Which of T positions carry loss, bool [..., T] from segment ids [..., T + 1].
-
-    A position's target is the next token, if that is of the same document and not padding.
-    """
-    return (segment_ids[..., 1:] == segment_ids[..., :-1]) & (segment_ids[..., 1:] > 0)
 
 
 def loss_sums(

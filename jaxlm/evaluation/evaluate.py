@@ -1,0 +1,175 @@
+"""Validation at any depth from one compiled program, every figure weighted by target tokens."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxlm.config import ModelConfig
+from jaxlm.data.pipeline import PackedRows, PaddedRows, Row, stack_rows
+from jaxlm.data.shards import DataDirectory
+from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
+from jaxlm.models.build import Params, apply
+
+# Noise of initial states in evaluation belongs to the row alone: the same at every visit.
+_NOISE_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Figures of one validation pass; means are over target tokens."""
+
+    # Core steps; None for a transformer.
+    depth: int | None
+    # Mean -log p(target), nats.
+    cross_entropy: float
+    # exp(cross_entropy).
+    perplexity: float
+    # Share of targets with the largest logit.
+    top1: float
+    # Share of targets among the five largest logits.
+    top5: float
+    # Bits per UTF-8 byte of the target tokens' text; None where token lengths are unknown.
+    bits_per_byte: float | None
+    # Target tokens per second, compilation excluded.
+    tokens_per_second: float
+    # Number of target tokens.
+    target_tokens: int
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def eval_step(
+    model: ModelConfig, chunk_tokens: int, params: Params, batch: Row, depth: Array
+) -> LossSums:
+    """Sums over one batch of rows, arrays [B, T + 1]; `depth` is traced."""
+    tokens = jnp.asarray(batch["tokens"]).astype(jnp.int32)
+    segments = jnp.asarray(batch["segment_ids"])
+    seed = jax.random.key(_NOISE_SEED)
+    keys_B = jax.vmap(lambda block: jax.random.fold_in(seed, block))(jnp.asarray(batch["block"]))
+    lm = apply(model, params)
+    hidden_BTD = lm(
+        tokens[:, :-1],
+        segments[:, :-1],
+        jnp.asarray(batch["positions"])[:, :-1],
+        keys_B,
+        train=False,
+        depth=depth,
+    )
+    return chunked_cross_entropy(
+        hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
+        lm.head(),
+        tokens[:, 1:].reshape(-1),
+        target_mask(segments).reshape(-1),
+        chunk_tokens,
+        True,
+    )
+
+
+def _batches(rows: PackedRows | PaddedRows, limit: int | None, size: int) -> Iterator[Row]:
+    count = len(rows) if limit is None else min(limit, len(rows))
+    for start in range(0, count, size):
+        batch = [rows[i] for i in range(start, min(start + size, count))]
+        yield {name: value[0] for name, value in stack_rows(batch, 1, size).items()}
+
+
+def _target_bytes(batch: Row, token_bytes: np.ndarray) -> int:
+    mask = target_mask(batch["segment_ids"])
+    return int(token_bytes[batch["tokens"][:, 1:][mask]].sum())
+
+
+def evaluate(
+    model: ModelConfig,
+    params: Params,
+    rows: PackedRows | PaddedRows,
+    *,
+    depths: Sequence[int],
+    batch_rows: int,
+    chunk_tokens: int,
+    token_bytes: np.ndarray | None = None,
+    limit: int | None = None,
+    on_batch: Callable[[int, str], None] | None = None,
+) -> list[Evaluation]:
+    """Evaluate at each depth, with one compilation for all of them.
+
+    Args:
+        model: architecture, with `vocabulary_size` set.
+        params: parameters.
+        rows: validation rows.
+        depths: core steps to evaluate at; a transformer is evaluated once.
+        batch_rows: rows of a batch; the last one is filled up with padding.
+        chunk_tokens: tokens whose logits exist at one time.
+        token_bytes: [V], bytes each token stands for, for bits per byte.
+        limit: number of rows to read, from the first; None reads all.
+        on_batch: called with (1, text) after each batch, for progress.
+
+    Raises:
+        ValueError: the rows hold no target token.
+    """
+    chosen: Sequence[int | None] = depths if model.kind == "recurrent" else [None]
+    step = functools.partial(eval_step, model, chunk_tokens, params)
+    first = next(_batches(rows, limit, batch_rows), None)
+    if first is None:
+        raise ValueError("the validation split is empty")
+    jax.block_until_ready(step(first, jnp.asarray(1, jnp.int32)))  # compiles
+    results = []
+    for depth in chosen:
+        # Sums of a batch are float32; sums over batches are float64.
+        total, target_bytes = np.zeros(5), 0
+        running: LossSums | None = None
+        began = time.perf_counter()
+        for batch in _batches(rows, limit, batch_rows):
+            previous, running = running, step(batch, jnp.asarray(depth or 0, jnp.int32))
+            if previous is not None:  # read a batch while the next one is computed
+                total += np.asarray(previous, np.float64)
+            if token_bytes is not None:
+                target_bytes += _target_bytes(batch, token_bytes)
+            if on_batch is not None:
+                on_batch(1, "" if depth is None else f"depth {depth}")
+        total += np.asarray(running, np.float64)
+        seconds = time.perf_counter() - began
+        sums = LossSums(*total)
+        if sums.target_tokens == 0:
+            raise ValueError("the validation rows hold no target token")
+        cross_entropy = sums.cross_entropy / sums.target_tokens
+        results.append(
+            Evaluation(
+                depth=depth,
+                cross_entropy=float(cross_entropy),
+                perplexity=math.exp(min(cross_entropy, 700.0)),
+                top1=float(sums.top1 / sums.target_tokens),
+                top5=float(sums.top5 / sums.target_tokens),
+                bits_per_byte=(
+                    float(sums.cross_entropy / math.log(2) / target_bytes) if target_bytes else None
+                ),
+                tokens_per_second=float(sums.target_tokens / seconds),
+                target_tokens=int(sums.target_tokens),
+            )
+        )
+    return results
+
+
+def number_of_batches(
+    rows: PackedRows | PaddedRows, limit: int | None, batch_rows: int, depths: Iterable[int]
+) -> int:
+    """How many batches :func:`evaluate` reads in all, for progress."""
+    count = len(rows) if limit is None else min(limit, len(rows))
+    return -(-count // batch_rows) * len(list(depths))
+
+
+def unigram_cross_entropy(data: DataDirectory) -> float:
+    """Cross-entropy, in nats per token, of validation under training's token frequencies.
+
+    A floor of usefulness: what a model that knows nothing but how common tokens are would reach.
+    Counts get one added (Laplace), so that no token is impossible. Every validation token counts,
+    the first of each document included.
+    """
+    train = np.asarray(data.counts("train"), np.float64) + 1.0
+    validation = np.asarray(data.counts("validation"), np.float64)
+    log_probability = np.log(train / train.sum())
+    return float(-(validation @ log_probability) / validation.sum())

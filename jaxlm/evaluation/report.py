@@ -1,0 +1,140 @@
+"""What a run leaves for people and programs: report.md, report.json, curves.png."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import rich.table
+
+from jaxlm.evaluation.evaluate import Evaluation
+from jaxlm.files import write_atomically, write_json
+
+_COLUMNS = (
+    ("depth", "depth", "{}"),
+    ("cross-entropy", "cross_entropy", "{:.4f}"),
+    ("perplexity", "perplexity", "{:.2f}"),
+    ("top-1", "top1", "{:.2%}"),
+    ("top-5", "top5", "{:.2%}"),
+    ("bits/byte", "bits_per_byte", "{:.4f}"),
+    ("tok/s", "tokens_per_second", "{:,.0f}"),
+    ("target tokens", "target_tokens", "{:,}"),
+)
+
+
+def _cells(evaluation: Evaluation) -> list[str]:
+    values = dataclasses.asdict(evaluation)
+    return ["-" if values[k] is None else form.format(values[k]) for _, k, form in _COLUMNS]
+
+
+def evaluation_table(evaluations: Sequence[Evaluation], title: str) -> rich.table.Table:
+    """The figures of each depth as a table for the terminal."""
+    table = rich.table.Table(title=title)
+    for name, _, _ in _COLUMNS:
+        table.add_column(name, justify="right")
+    for evaluation in evaluations:
+        table.add_row(*_cells(evaluation))
+    return table
+
+
+def evaluation_json(
+    evaluations: Sequence[Evaluation], unigram: float, update: int, **extra: Any
+) -> dict[str, Any]:
+    """The figures of each depth as plain values."""
+    return {
+        "update": update,
+        **extra,
+        "unigram_cross_entropy": unigram,
+        "evaluations": [dataclasses.asdict(evaluation) for evaluation in evaluations],
+    }
+
+
+def _markdown(report: dict[str, Any], evaluations: Sequence[Evaluation], curves: bool) -> str:
+    names = [name for name, _, _ in _COLUMNS]
+    rows = [names, ["---:"] * len(names), *[_cells(e) for e in evaluations]]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    best = min(evaluations, key=lambda e: e.cross_entropy)
+    gain = report["unigram_cross_entropy"] - best.cross_entropy
+    at = "" if best.depth is None else f" at depth {best.depth}"
+    picture = "\n![Training and validation loss](curves.png)\n" if curves else ""
+    return f"""# Run {report["name"]}
+
+{report["model"]} with {report["parameters"]:,} stored parameters, \
+{report["update"]:,} updates, {report["tokens"]:,} target tokens.
+
+Validation, weighted by target tokens:
+
+{table}
+
+Unigram cross-entropy of the validation tokens (knowing only how common each token is in training):
+{report["unigram_cross_entropy"]:.4f} nats. The best figure above, {best.cross_entropy:.4f}{at}, \
+is {gain:.4f} nats below it.
+
+Updates skipped because a loss or gradient was not finite: {report["nonfinite_updates"]}. \
+Windows without a target token: {report["empty_windows"]}.
+{picture}"""
+
+
+def _draw_curves(
+    path: Path,
+    metrics: Sequence[dict[str, Any]],
+    validation: Sequence[dict[str, Any]],
+    unigram: float,
+) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    tokens = [record["tokens"] for record in metrics]
+    left.plot(tokens, [record["cross_entropy"] for record in metrics], lw=0.6, label="training")
+    depths = sorted({r["depth"] for r in validation}, key=lambda d: d or 0)
+    for depth in depths:
+        points = [r for r in validation if r["depth"] == depth]
+        label = "validation" if depth is None else f"validation, depth {depth}"
+        left.plot(
+            [r["tokens"] for r in points], [r["cross_entropy"] for r in points], "o-", ms=3, label=label
+        )
+    left.axhline(unigram, color="grey", ls="--", lw=1, label="unigram")
+    left.set(xlabel="target tokens", ylabel="cross-entropy (nats per token)", title="Loss")
+    left.legend(fontsize=8)
+    right.plot(tokens, [r["grad_norm"] for r in metrics], lw=0.6, label="gradient norm")
+    right.plot(tokens, [r["update_norm"] for r in metrics], lw=0.6, label="norm of the change")
+    right.plot(tokens, [r["learning_rate"] for r in metrics], lw=1.0, label="learning rate")
+    right.set(xlabel="target tokens", yscale="log", title="Optimisation")
+    right.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write_report(
+    directory: Path,
+    report: dict[str, Any],
+    evaluations: Sequence[Evaluation],
+    metrics: Sequence[dict[str, Any]],
+    validation: Sequence[dict[str, Any]],
+) -> list[str]:
+    """Write report.json, report.md and, with the extra `report` installed, curves.png.
+
+    Args:
+        directory: the run.
+        report: from :func:`evaluation_json`, with `name`, `model`, `parameters`, `tokens`,
+            `nonfinite_updates` and `empty_windows`.
+        evaluations: the final figures of each depth.
+        metrics: records of metrics.jsonl.
+        validation: records of evaluations.jsonl.
+
+    Returns:
+        The names of the files written.
+    """
+    curves = importlib.util.find_spec("matplotlib") is not None
+    write_json(directory / "report.json", report)
+    write_atomically(directory / "report.md", _markdown(report, evaluations, curves))
+    if not curves:
+        return ["report.md", "report.json"]
+    _draw_curves(
+        directory / "curves.png", metrics, validation, report["unigram_cross_entropy"]
+    )
+    return ["report.md", "report.json", "curves.png"]

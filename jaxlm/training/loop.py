@@ -1,0 +1,440 @@
+"""A run from its first update to its report, through any number of interruptions.
+
+Order of things in an update: take the window, dispatch the step, and only then read what the
+update before it reported, so that the device never waits for the host. A checkpoint is written
+after the records of every update before it are on disk.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import importlib.metadata
+import json
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.config import Config, check_horizon, to_tree, to_yaml
+from jaxlm.console import Advance, console, progress
+from jaxlm.data.pipeline import PackedRows, PaddedRows, device_iterator, rows_of, training_windows
+from jaxlm.data.prepare import prepare
+from jaxlm.data.shards import DataDirectory
+from jaxlm.errors import UserError
+from jaxlm.evaluation.evaluate import (
+    Evaluation,
+    evaluate,
+    number_of_batches,
+    unigram_cross_entropy,
+)
+from jaxlm.evaluation.report import evaluation_json, evaluation_table, write_report
+from jaxlm.files import write_atomically
+from jaxlm.memory.devices import peak_flops
+from jaxlm.models.depth import draw_depth
+from jaxlm.models.flops import flops_per_token
+from jaxlm.training.checkpoint import Checkpoints
+from jaxlm.training.compilation import CompileOnce
+from jaxlm.training.metrics import EVALUATIONS, METRICS, RunLog, read_records
+from jaxlm.training.resume import config_changes, data_changes
+from jaxlm.training.state import TrainState
+from jaxlm.training.step import StepMetrics, StepSpec, init_state, step_spec, train_step
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it; SIGTERM ends with 0
+
+
+class TooManyNonfiniteUpdatesError(RuntimeError):
+    """The loss or gradient was not finite for too many updates in a row."""
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run carries from update to update beside its TrainState, in host integers."""
+
+    # Updates made, skipped ones included.
+    update: int = 0
+    # Target tokens of all windows so far.
+    tokens: int = 0
+    # Updates skipped because loss, gradient or change was not finite: in all, and in a row.
+    nonfinite_updates: int = 0
+    nonfinite_in_a_row: int = 0
+    # Windows that held no target token.
+    empty_windows: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """An update whose step was dispatched and whose metrics are still on the device."""
+
+    update: int
+    depth: int | None
+    backprop_depth: int | None
+    metrics: StepMetrics
+
+
+class _Signals:
+    """SIGTERM and SIGINT finish the update in hand; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle both signals inside the block."""
+
+        def handle(number: int, frame: object) -> None:
+            del frame
+            self.received = signal.Signals(number)
+            signal.signal(signal.SIGINT, previous[signal.SIGINT])
+            print(
+                f"\n{self.received.name}: finishing this update, then saving"
+                + ("; Ctrl-C again stops at once" if number == signal.SIGINT else ""),
+                flush=True,
+            )
+
+        handled = (signal.SIGTERM, signal.SIGINT)
+        previous = {number: signal.signal(number, handle) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def resolve_config(config: Config, data: DataDirectory, rows: int) -> Config:
+    """Fill in what the data decides: vocabulary size and number of updates.
+
+    Raises:
+        UserError: a vocabulary too small for the data, more updates than the data gives, or a
+            schedule that does not fit.
+    """
+    vocabulary = config.model.vocabulary_size or data.vocabulary_size
+    if vocabulary < data.vocabulary_size:
+        raise UserError(
+            f"model.vocabulary_size ({vocabulary}) is below the data's ({data.vocabulary_size})"
+        )
+    available = math.ceil(rows * config.data.epochs / config.training.window_rows)
+    updates = config.training.updates or available
+    if updates > available:
+        raise UserError(
+            f"training.updates ({updates}) needs {updates * config.training.window_rows:,} rows; "
+            f"{data.directory} gives {rows:,} in {config.data.epochs} pass(es), enough for "
+            f"{available} updates; lower training.updates or raise data.epochs"
+        )
+    try:
+        check_horizon(config, updates)
+    except ValueError as error:
+        raise UserError(f"{error}; the data gives {available} updates") from None
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocabulary_size=vocabulary),
+        training=dataclasses.replace(config.training, updates=updates),
+    )
+
+
+class Run:
+    """One run: its directory, data, state and records."""
+
+    def __init__(self, config: Config, allow_changes: bool = False):
+        """Open a run, new or interrupted.
+
+        Args:
+            config: settings.
+            allow_changes: accept changes of horizon, schedule, learning rate or depth distribution
+                against the run's last checkpoint, and record them in changes.jsonl.
+
+        Raises:
+            UserError: unusable data or settings, or changes that may not be made at resume.
+        """
+        data = prepare(config)
+        self.rows = rows_of(data.stream("train"), config.data)
+        self.validation_rows = rows_of(data.stream("validation"), config.data)
+        self.data = data
+        self.config = config = resolve_config(config, data, len(self.rows))
+        assert config.training.updates is not None
+        self.updates = config.training.updates
+        self.spec: StepSpec = step_spec(config, config.model.vocabulary, self.updates)
+        self.directory = Path(config.run.directory) / config.run.name
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", config.checkpoint.keep)
+        self.iterator = device_iterator(
+            training_windows(
+                self.rows,
+                config.data,
+                config.training.micro_batches,
+                config.training.micro_batch_rows,
+            ),
+            config.data.prefetch,
+            self.sharding,
+        )
+        self.progress = Progress()
+        self._compile_once = CompileOnce("train_step")
+        latest = self.checkpoints.latest
+        if latest is None:
+            self.state = jax.device_put(init_state(self.spec), self.sharding)
+        else:
+            self.state = self.restore(latest, allow_changes)
+        write_atomically(self.directory / "config.yaml", to_yaml(config))
+        self.log = RunLog(self.directory, self.progress.update, config.logging.tensorboard)
+        self._peak_flops = peak_flops(jax.devices()[0].device_kind)
+        self._last_read = time.perf_counter()
+        self._data_seconds = 0.0
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def restore(self, update: int, allow_changes: bool = False) -> TrainState:
+        """Go back to a checkpoint: state, position in the data, and counters."""
+        metadata = self.checkpoints.metadata(update)
+        refused, on_request = config_changes(metadata["config"], self.config)
+        refused += data_changes(metadata["data_fingerprint"], self.data.fingerprint)
+        if not allow_changes:
+            refused += [f"{line} (allowed with --allow-changes)" for line in on_request]
+        if refused:
+            raise UserError(
+                f"{self.directory}: cannot continue from update {update} with these changes; undo "
+                f"them, or choose another run.name:\n" + "\n".join(refused)
+            )
+        if on_request:
+            with (self.directory / "changes.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"update": update, "changes": on_request}) + "\n")
+        self.progress = Progress(**metadata["progress"])
+        self.iterator.set_state(metadata["data_position"])
+        abstract = jax.eval_shape(lambda: init_state(self.spec))
+        return self.checkpoints.restore(update, abstract, self.sharding)
+
+    def save(self, validation: float | None = None) -> None:
+        """Write a checkpoint of the state between two updates."""
+        self.log.sync()
+        versions = {n: importlib.metadata.version(n) for n in ("jax", "flax", "optax", "grain")}
+        metadata = {
+            "progress": dataclasses.asdict(self.progress),
+            "data_position": self.iterator.get_state(),
+            "data_fingerprint": self.data.fingerprint,
+            "config": to_tree(self.config),
+            "versions": versions,
+        }
+        self.checkpoints.save(self.progress.update, self.state, metadata, validation)
+
+    # ------------------------------------------------------------------ updates
+
+    def dispatch(self) -> _Pending:
+        """Start the next update and return without waiting for it."""
+        update = self.progress.update
+        began = time.perf_counter()
+        window = next(self.iterator)
+        self._data_seconds = time.perf_counter() - began
+        depth = backprop_depth = None
+        if self.config.model.kind == "recurrent":
+            depth = draw_depth(self.config.depth, self.config.run.seed, update)
+            backprop_depth = self.config.depth.backprop_depth(depth)
+        arguments = (
+            self.state,
+            window,
+            jnp.asarray(depth or 0, jnp.int32),
+            jnp.asarray(backprop_depth or 0, jnp.int32),
+        )
+        self._compile_once.check(arguments)
+        self.state, metrics = train_step(self.spec, *arguments)
+        self.progress.update += 1
+        return _Pending(update, depth, backprop_depth, metrics)
+
+    def read(self, pending: _Pending) -> dict[str, Any]:
+        """Wait for an update, count it, record it, and return its record."""
+        metrics = jax.device_get(pending.metrics)
+        now = time.perf_counter()
+        seconds, self._last_read = now - self._last_read, now
+        progress = self.progress
+        target_tokens = int(metrics.target_tokens)
+        progress.tokens += target_tokens
+        progress.empty_windows += target_tokens == 0
+        progress.nonfinite_updates += not metrics.finite
+        progress.nonfinite_in_a_row = 0 if metrics.finite else progress.nonfinite_in_a_row + 1
+        tokens_per_second = target_tokens / seconds
+        record = {
+            "update": pending.update,
+            "tokens": progress.tokens,
+            "loss": _number(metrics.loss),
+            "cross_entropy": _number(metrics.cross_entropy),
+            "grad_norm": _number(metrics.grad_norm),
+            "update_norm": _number(metrics.update_norm),
+            "learning_rate": _number(metrics.learning_rate),
+            "applied": bool(metrics.applied),
+            "depth": pending.depth,
+            "backprop_depth": pending.backprop_depth,
+            "tokens_per_second": tokens_per_second,
+            "mfu": self._mfu(tokens_per_second, pending),
+            "data_wait_fraction": min(self._data_seconds / seconds, 1.0),
+            "memory_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+        }
+        self.log.update(record)
+        self.log.blocks(pending.update, np.asarray(metrics.blocks).tolist())
+        limit = self.config.training.max_nonfinite_updates
+        if progress.nonfinite_in_a_row >= limit:
+            raise TooManyNonfiniteUpdatesError(
+                f"loss or gradient was not finite for {limit} updates in a row (up to update "
+                f"{pending.update}); the weights of the last finite update are in "
+                f"{self.checkpoints.directory}. Lower optim.learning_rate, or lengthen the warm-up"
+            )
+        return record
+
+    def _mfu(self, tokens_per_second: float, pending: _Pending) -> float | None:
+        """Model FLOPs utilisation: causal attention's need, no recomputation counted."""
+        if self._peak_flops is None:
+            return None
+        attended = (self.config.data.sequence_length + 1) / 2
+        flops = flops_per_token(
+            self.spec.model, attended, pending.depth or 0, pending.backprop_depth or 0
+        )
+        return tokens_per_second * flops.training / self._peak_flops
+
+    def validate(self, depths: tuple[int, ...], limit: int | None, title: str) -> list[Evaluation]:
+        """Evaluate the current weights and record the figures."""
+        settings = self.config.evaluation
+        chosen = depths if self.config.model.kind == "recurrent" else depths[:1]
+        batches = number_of_batches(self.validation_rows, limit, settings.batch_rows, chosen)
+        show = progress(title, batches) if title else contextlib.nullcontext(None)
+        with show as on_batch:
+            evaluations = evaluate(
+                self.spec.model,
+                self.state.params,
+                self.validation_rows,
+                depths=chosen,
+                batch_rows=settings.batch_rows,
+                chunk_tokens=self.config.loss.chunk_tokens,
+                token_bytes=self.data.token_bytes(),
+                limit=limit,
+                on_batch=on_batch,
+            )
+        return evaluations
+
+    def train(self) -> signal.Signals | None:
+        """Make the updates that are left; returns the signal that ended them early, if any."""
+        config, signals = self.config, _Signals()
+        title = f"Training {config.run.name}"
+        start = self.progress.update
+        with (
+            signals.installed(),
+            progress(title, self.updates, start, config.logging.every) as advance,
+        ):
+            self._last_read = time.perf_counter()
+            pending: _Pending | None = None
+            while self.progress.update < self.updates and signals.received is None:
+                previous, pending = pending, self.dispatch()
+                if previous is not None:
+                    self._show(advance, self.read(previous))
+                done = self.progress.update
+                evaluating = config.evaluation.every and done % config.evaluation.every == 0
+                saving = done % config.checkpoint.every == 0 or done == self.updates
+                if evaluating or saving or signals.received is not None:
+                    self._show(advance, self.read(pending))
+                    pending = None
+                    validation = self._periodic_validation() if evaluating else None
+                    if saving or signals.received is not None:
+                        self.save(validation)
+                    self._last_read = time.perf_counter()
+        self.checkpoints.wait()
+        return signals.received if self.progress.update < self.updates else None
+
+    def _periodic_validation(self) -> float:
+        depth = round(self.config.depth.mean)
+        evaluation = self.validate((depth,), self.config.evaluation.rows, "")[0]
+        self.log.evaluation(
+            {
+                "update": self.progress.update,
+                "tokens": self.progress.tokens,
+                **dataclasses.asdict(evaluation),
+            }
+        )
+        return evaluation.cross_entropy
+
+    def _show(self, advance: Advance, record: dict[str, Any]) -> None:
+        depth = "" if record["depth"] is None else f"  depth {record['depth']:2d}"
+        loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+        mfu = "" if record["mfu"] is None else f"  MFU {record['mfu']:.1%}"
+        advance(
+            1,
+            f"loss {loss}{depth}  rate {record['learning_rate']:.2e}"
+            f"  {record['tokens_per_second']:,.0f} tok/s{mfu}"
+            f"  data {record['data_wait_fraction']:.1%}",
+        )
+
+    def report(self) -> None:
+        """Evaluate at every depth asked for and write the report."""
+        settings = self.config.evaluation
+        evaluations = self.validate(settings.depths, None, "Evaluating")
+        unigram = unigram_cross_entropy(self.data)
+        report = evaluation_json(
+            evaluations,
+            unigram,
+            self.progress.update,
+            name=self.config.run.name,
+            model=self.config.model.kind,
+            parameters=sum(x.size for x in jax.tree.leaves(self.state.params)),
+            tokens=self.progress.tokens,
+            nonfinite_updates=self.progress.nonfinite_updates,
+            empty_windows=self.progress.empty_windows,
+        )
+        written = write_report(
+            self.directory,
+            report,
+            evaluations,
+            read_records(self.directory / METRICS),
+            read_records(self.directory / EVALUATIONS),
+        )
+        screen = console()
+        screen.print(evaluation_table(evaluations, f"Validation of {self.config.run.name}"))
+        screen.print(f"Unigram cross-entropy of the validation tokens: {unigram:.4f}")
+        screen.print(f"Written to {self.directory}: {', '.join(written)}")
+        if "curves.png" not in written:
+            screen.print("(curves.png needs matplotlib: pip install 'jaxlm[report]')")
+
+    def close(self) -> None:
+        """Wait for pending saves and close files and threads."""
+        try:
+            self.checkpoints.__exit__()
+        finally:
+            self.log.close()
+            self.iterator.close()
+            # Grain's iterators complain when the interpreter, not the collector, ends them.
+            del self.iterator
+            gc.collect()
+
+
+def _number(x: np.ndarray) -> float | None:
+    """A float for JSON, which has no way to write one that is not finite."""
+    value = float(x)
+    return value if math.isfinite(value) else None
+
+
+def train(config: Config, allow_changes: bool = False) -> int:
+    """Run, or continue, what a configuration describes.
+
+    Args:
+        config: settings.
+        allow_changes: see :class:`Run`.
+
+    Returns:
+        The exit code: 0 after the report or a SIGTERM, 130 after Ctrl-C.
+    """
+    run = Run(config, allow_changes)
+    try:
+        if run.progress.update:
+            print(f"Continuing {run.directory} after update {run.progress.update}", flush=True)
+        received = run.train()
+        if received is not None:
+            print(
+                f"Saved after update {run.progress.update} of {run.updates}; "
+                f"the same command continues",
+                flush=True,
+            )
+            return INTERRUPTED if received == signal.SIGINT else 0
+        run.report()
+        return 0
+    finally:
+        run.close()

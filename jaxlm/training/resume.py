@@ -1,0 +1,71 @@
+"""What may differ between a run and its continuation."""
+
+import re
+from typing import Any
+
+from jaxlm.config import Config, to_tree
+
+# Changes nothing that is learned beyond rounding: where things are, what is shown, how a window
+# is cut into micro-batches, what is recomputed.
+FREE = (
+    r"run\.(name|directory)",
+    r"prepare\..*",  # the data itself is compared by its fingerprint
+    r"data\.(directory|prefetch)",
+    r"model\.(attention|remat)",
+    r"loss\.chunk_tokens",
+    r"training\.(micro_batch_rows|micro_batches|max_nonfinite_updates)",
+    r"(evaluation|checkpoint|logging)\..*",
+)
+# Another experiment from here on: allowed when asked for, and recorded in the run.
+ON_REQUEST = (
+    r"optim\.(learning_rate|schedule|warmup_updates|decay_updates|end_learning_rate)",
+    r"training\.updates",
+    r"data\.epochs",
+    r"depth\..*",
+)
+# The rest is frozen: architecture, seeds, order of the data, loss and optimizer.
+
+
+def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {path: tree}
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _leaves(value, f"{path}.{key}" if path else key)
+    return leaves
+
+
+def _covers(patterns: tuple[str, ...], key: str) -> bool:
+    return any(re.fullmatch(pattern, key) for pattern in patterns)
+
+
+def config_changes(stored: dict[str, Any], config: Config) -> tuple[list[str], list[str]]:
+    """Compare a stored configuration tree with the one of now.
+
+    Returns:
+        Lines ``key: was X, is Y`` for changes that are refused, and for those that are allowed on
+        request. Free changes are left out.
+    """
+    old, new = _leaves(stored), _leaves(to_tree(config))
+    refused, on_request = [], []
+    for key in [*old, *(key for key in new if key not in old)]:
+        if old.get(key) == new.get(key) or _covers(FREE, key):
+            continue
+        line = f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
+        (on_request if _covers(ON_REQUEST, key) else refused).append(line)
+    was = stored["training"]["micro_batch_rows"] * stored["training"]["micro_batches"]
+    now = config.training.window_rows
+    if was != now:
+        refused.append(
+            f"training.micro_batch_rows * training.micro_batches: was {was} rows an update, is {now}"
+        )
+    return refused, on_request
+
+
+def data_changes(stored: dict[str, str], fingerprint: dict[str, str]) -> list[str]:
+    """Lines that name what of the data differs from the data of the run."""
+    return [
+        f"data: {field} changed"
+        for field in stored
+        if stored[field] != fingerprint.get(field)
+    ]
