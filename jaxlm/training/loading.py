@@ -1,0 +1,46 @@
+"""A finished or interrupted run's weights, for evaluation and generation."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+
+from jaxlm.config import Config, load
+from jaxlm.errors import UserError
+from jaxlm.models.build import Params
+from jaxlm.training.checkpoint import Checkpoints
+from jaxlm.training.step import init_state, step_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRun:
+    """What :func:`load_run` reads."""
+
+    # The run's resolved configuration.
+    config: Config
+    # Updates behind the weights.
+    update: int
+    # Parameters on the default device.
+    params: Params
+
+
+def load_run(directory: Path, update: int | None = None) -> LoadedRun:
+    """Read the configuration and the weights of a run.
+
+    Args:
+        directory: the run, such as ``runs/quickstart``.
+        update: which checkpoint; None takes the newest.
+
+    Raises:
+        UserError: no run there, or no such checkpoint.
+    """
+    if not (directory / "config.yaml").is_file():
+        raise UserError(f"{directory}: not a run (it has no config.yaml)")
+    config = load([directory / "config.yaml"])
+    assert config.training.updates is not None
+    spec = step_spec(config, config.model.vocabulary, config.training.updates)
+    abstract = jax.eval_shape(lambda: init_state(spec)).params
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with Checkpoints(directory / "checkpoints", config.checkpoint.keep) as checkpoints:
+        found = checkpoints.find(update)
+        return LoadedRun(config, found, checkpoints.restore_params(found, abstract, sharding))

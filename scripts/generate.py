@@ -1,0 +1,73 @@
+"""Continue a prompt with a run's model, at any depth.
+
+    python scripts/generate.py --run runs/quickstart --prompt "To be" --depth 6
+"""
+
+import argparse
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.cli import run_script
+from jaxlm.data.shards import DataDirectory
+from jaxlm.data.tokenizer import read_tokenizer
+from jaxlm.errors import UserError
+from jaxlm.evaluation.generate import generate
+from jaxlm.training.loading import load_run
+
+
+def main() -> int:
+    """Print the prompt and its continuation."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run")
+    parser.add_argument("--update", type=int, metavar="N", help="checkpoint; default the newest")
+    parser.add_argument("--prompt", default="", help="text to continue; empty starts a document")
+    parser.add_argument("--depth", type=int, help="core steps; default the mean training depth")
+    parser.add_argument("--tokens", type=int, metavar="N", help="new tokens; default fills the context")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0, help="sample among the K likeliest; 0 is all")
+    parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal text")
+    arguments = parser.parse_args()
+
+    run = load_run(arguments.run, arguments.update)
+    data = DataDirectory(Path(run.config.data.directory))
+    path = data.tokenizer_path()
+    if path is None:
+        raise UserError(f"{data.directory}: has no tokenizer.json, so there is no text to generate")
+    tokenizer = read_tokenizer(path, run.config.prepare.end_token)
+    prompt = tokenizer.encode([arguments.prompt])[0] if arguments.prompt else np.zeros(0, np.int64)
+    if prompt.size == 0:  # a new document starts after the end of another
+        prompt = np.array([tokenizer.end_id])
+    context = run.config.data.sequence_length
+    new = context - prompt.size if arguments.tokens is None else arguments.tokens
+    if new < 1 or prompt.size + new > context:
+        raise UserError(
+            f"the prompt has {prompt.size} tokens and {new} new ones are asked for; together at "
+            f"least one more than the prompt and at most the {context} that the model was trained on"
+        )
+    depth = round(run.config.depth.mean) if arguments.depth is None else arguments.depth
+    if depth < 1 or arguments.temperature < 0 or arguments.top_k < 0:
+        raise UserError("--depth must be at least 1, --temperature and --top-k at least 0")
+    buffer = np.zeros(prompt.size + new, np.int32)
+    buffer[: prompt.size] = prompt
+    tokens, count = generate(
+        run.config.model,
+        run.params,
+        jnp.asarray(buffer),
+        jnp.asarray(prompt.size),
+        jnp.asarray(tokenizer.end_id),
+        jax.random.key(arguments.seed),
+        depth=jnp.asarray(depth),
+        temperature=jnp.asarray(arguments.temperature, jnp.float32),
+        top_k=jnp.asarray(arguments.top_k),
+    )
+    print(tokenizer.decode(np.asarray(tokens)[: int(count)]))
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,28 @@
+"""Settings that must stand before JAX starts, and small data that tests share."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+# Compiling for a GPU that is not there cannot time kernels.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from helpers import write_documents
+
+
+@pytest.fixture
+def random_data(tmp_path: Path) -> Path:
+    """A data directory of 40 + 6 random documents, vocabulary 64."""
+    rng = np.random.default_rng(0)
+
+    def documents(count):
+        return [[*rng.integers(1, 64, rng.integers(3, 60)), 0] for _ in range(count)]
+
+    return write_documents(tmp_path / "data", documents(40), documents(6), 64)

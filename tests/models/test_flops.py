@@ -1,0 +1,95 @@
+"""The formula against XLA's own count on models that are written out without loops."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxlm.config import ModelConfig, RecurrentConfig, TransformerConfig
+from jaxlm.models.build import apply, init_params
+from jaxlm.models.flops import flops_per_token
+from jaxlm.models.layers import attention_mask, rotary_angles
+
+T = 32
+
+
+def model(kind, **settings):
+    return ModelConfig(
+        kind=kind,
+        vocabulary_size=512,
+        width=256,
+        heads=4,
+        kv_heads=2,
+        feed_forward=768,
+        recurrent=RecurrentConfig(prelude_layers=1, core_layers=2, coda_layers=1, **settings),
+        transformer=TransformerConfig(layers=3),
+    )
+
+
+def loss(config, params, tokens, depth, backprop):
+    lm = apply(config, params)
+    mask = attention_mask(jnp.ones_like(tokens))
+    positions = jnp.broadcast_to(jnp.arange(T), tokens.shape)
+    angles = rotary_angles(positions, config.head_size, config.rope_base)
+
+    def stack(stack, x):
+        graph, state = nnx.split(stack.blocks)
+        for layer in range(stack.layers):
+            x = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], state))(x, mask, angles, None)
+        return x
+
+    x = lm.embedding(tokens)
+    if config.kind == "transformer":
+        x = stack(lm.stack, x)
+    else:
+        e = stack(lm.prelude, x)
+        x = jnp.zeros_like(e)
+        for step in range(depth):
+            if step < depth - backprop:
+                frozen = jax.lax.stop_gradient(nnx.state(lm.core))
+                core = nnx.merge(nnx.graphdef(lm.core), frozen)
+                x = stack(core.stack, core.injection(x, jax.lax.stop_gradient(e)))
+            else:
+                x = stack(lm.core.stack, lm.core.injection(x, e))
+        x = stack(lm.coda, x)
+    logits = lm.final_norm(x) @ lm.head().T
+    return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - logits[..., 0])
+
+
+def count(function, *arguments):
+    analysis = jax.jit(function).lower(*arguments).compile().cost_analysis()
+    return analysis["flops"] / T
+
+
+@pytest.mark.parametrize(
+    ("config", "depth", "backprop"),
+    [
+        (model("transformer"), 0, 0),
+        (model("recurrent", injection="concat"), 3, 1),
+        (model("recurrent", injection="add"), 2, 2),
+        (model("recurrent", injection="diagonal"), 3, 2),
+    ],
+    ids=["transformer", "concat", "add", "diagonal"],
+)
+def test_formula_equals_xla_within_2_percent(config, depth, backprop):
+    params = init_params(config, 3.0, jax.random.key(0))
+    tokens = jnp.zeros((1, T), jnp.int32)
+    # XLA's attention computes the whole square of T keys a query.
+    flops = flops_per_token(config, T, depth, backprop)
+    forward = count(lambda p: loss(config, p, tokens, depth, backprop), params)
+    assert flops.forward == pytest.approx(forward, rel=0.02)
+    both = count(jax.value_and_grad(lambda p: loss(config, p, tokens, depth, backprop)), params)
+    assert flops.training == pytest.approx(both, rel=0.02)
+
+
+def test_by_hand():
+    """Width 256, 4 heads of 64, 2 of them for keys, MLP 768, vocabulary 512, 3 layers, 32 keys."""
+    layer = 2 * (256 * 256 * 2 + 256 * 128 * 2 + 2 * 256 * 32 + 3 * 256 * 768)
+    head = 2 * 256 * 512
+    flops = flops_per_token(model("transformer"), 32)
+    assert flops.forward == 3 * layer + head
+    assert flops.backward == 2 * flops.forward
+    recurrent = flops_per_token(model("recurrent", injection="concat"), 32, depth=12, backprop_depth=4)
+    core = 2 * layer + 2 * 2 * 256 * 256
+    assert recurrent.forward == 2 * layer + 12 * core + head
+    assert recurrent.backward == 2 * (2 * layer + 4 * core + head)
