@@ -103,6 +103,16 @@ def attention_implementation(config: ModelConfig) -> str:
     return "cudnn" if on_gpu and fits and config.head_size % 8 == 0 else "xla"
 
 
+def float64_attention(q_BTHS: Array, k_BTKS: Array, v_BTKS: Array, mask: Array) -> Array:
+    """Plain softmax attention; `jax.nn.dot_product_attention` computes in float32 at most."""
+    rows, length, heads, size = q_BTHS.shape
+    groups = k_BTKS.shape[2]
+    q_BTKGS = q_BTHS.reshape(rows, length, groups, heads // groups, size)
+    scores = jnp.einsum("btkgs,buks->bkgtu", q_BTKGS, k_BTKS) / math.sqrt(size)
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bkgtu,buks->btkgs", weights, v_BTKS).reshape(q_BTHS.shape)
+
+
 def fold_in(keys_B: Array, data: int | Array) -> Array:
     """`jax.random.fold_in` on one key per row."""
     return jax.vmap(lambda key: jax.random.fold_in(key, data))(keys_B)
@@ -145,9 +155,12 @@ class Attention(nnx.Module):
         if config.qk_norm:
             q_BTHS, k_BTKS = self.query_norm(q_BTHS), self.key_norm(k_BTKS)
         q_BTHS, k_BTKS = rotate(q_BTHS, angles), rotate(k_BTKS, angles)
-        y_BTHS = jax.nn.dot_product_attention(
-            q_BTHS, k_BTKS, v_BTKS, mask=mask, implementation=attention_implementation(config)
-        )
+        if x_BTD.dtype == jnp.float64:
+            y_BTHS = float64_attention(q_BTHS, k_BTKS, v_BTKS, mask)
+        else:
+            y_BTHS = jax.nn.dot_product_attention(
+                q_BTHS, k_BTKS, v_BTKS, mask=mask, implementation=attention_implementation(config)
+            )
         return self.out(y_BTHS.reshape(rows, length, width))
 
 

@@ -24,6 +24,13 @@ class LoadedRun:
     params: Params
 
 
+def load_resolved(directory: Path) -> Config:
+    """The resolved configuration that a run wrote into its directory."""
+    if not (directory / "config.yaml").is_file():
+        raise UserError(f"{directory}: not a run (it has no config.yaml)")
+    return load([directory / "config.yaml"])
+
+
 def load_run(directory: Path, update: int | None = None) -> LoadedRun:
     """Read the configuration and the weights of a run.
 
@@ -34,9 +41,7 @@ def load_run(directory: Path, update: int | None = None) -> LoadedRun:
     Raises:
         UserError: no run there, or no such checkpoint.
     """
-    if not (directory / "config.yaml").is_file():
-        raise UserError(f"{directory}: not a run (it has no config.yaml)")
-    config = load([directory / "config.yaml"])
+    config = load_resolved(directory)
     assert config.training.updates is not None
     spec = step_spec(config, config.model.vocabulary, config.training.updates)
     abstract = jax.eval_shape(lambda: init_state(spec)).params

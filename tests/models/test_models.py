@@ -7,7 +7,14 @@ from helpers import largest_difference, logits_of, params_of, row_keys_of, tiny_
 
 from jaxlm.losses import chunked_cross_entropy
 from jaxlm.models.build import apply
-from jaxlm.models.layers import RMSNorm, attention_mask, rotary_angles, rotate, truncated_normal
+from jaxlm.models.layers import (
+    RMSNorm,
+    attention_mask,
+    float64_attention,
+    rotary_angles,
+    rotate,
+    truncated_normal,
+)
 
 T = 12
 MODELS = {
@@ -268,3 +275,13 @@ def test_rms_norm_by_hand():
     norm = RMSNorm(tiny_model(norm_epsilon=1e-12), 2, nnx.Rngs(0))
     # sqrt((3^2 + 4^2) / 2) = 3.5355
     assert np.asarray(norm(jnp.array([3.0, 4.0]))) == pytest.approx([0.848528, 1.131371], rel=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_equals_its_definition(kv_heads):
+    """XLA's attention against a plain softmax, with packed documents and padding."""
+    q = jax.random.normal(jax.random.key(0), (2, T, 4, 8))
+    k, v = jax.random.normal(jax.random.key(1), (2, 2, T, kv_heads, 8))
+    mask = attention_mask(jnp.array([[1] * 5 + [2] * 7, [1] * 8 + [0] * 4]))
+    got = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+    assert np.abs(np.asarray(got - float64_attention(q, k, v, mask))).max() < 1e-5

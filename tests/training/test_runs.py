@@ -1,0 +1,504 @@
+"""Whole runs through `train`, in this process unless a test says otherwise."""
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_model, write_documents
+
+from jaxlm.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DepthConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    RecurrentConfig,
+    RunConfig,
+    TrainingConfig,
+    TransformerConfig,
+    to_yaml,
+)
+from jaxlm.errors import UserError
+from jaxlm.training import loop
+from jaxlm.training.checkpoint import Checkpoints
+from jaxlm.training.compilation import CompileOnce, RecompilationError
+from jaxlm.training.loading import load_resolved
+from jaxlm.training.metrics import read_records
+from jaxlm.training.step import init_state
+
+ROOT = Path(__file__).parents[2]
+
+
+def config_for(directory: Path, name: str = "run", /, **sections) -> Config:
+    """A tiny recurrent model with every kind of randomness on."""
+    defaults = {
+        "run": RunConfig(name=name, directory=str(directory.parent / "runs"), seed=11),
+        "data": DataConfig(directory=str(directory), sequence_length=8, epochs=2),
+        "model": tiny_model(dropout=0.1, width=16, heads=2, feed_forward=32),
+        "depth": DepthConfig(mean=3.0, maximum=6, backprop=2),
+        "loss": LossConfig(chunk_tokens=16),
+        "optim": OptimConfig(learning_rate=1e-2, warmup_updates=4),
+        "training": TrainingConfig(updates=40, micro_batch_rows=2, micro_batches=2),
+        "evaluation": EvaluationConfig(every=0, depths=(1, 2), batch_rows=4, rows=8),
+        "checkpoint": CheckpointConfig(every=9, keep=2),
+        "logging": LoggingConfig(every=10, tensorboard=False),
+    }
+    return Config(**{**defaults, **sections})
+
+
+def directory_of(config: Config) -> Path:
+    return Path(config.run.directory) / config.run.name
+
+
+def until(monkeypatch, updates: int) -> None:
+    """Interrupt the next run after so many updates: a shorter horizon would compile anew."""
+    signal_at(monkeypatch, {updates - 1: signal.SIGTERM})
+
+
+def signal_at(monkeypatch, signals: dict[int, signal.Signals]):
+    """Raise each signal once, while the given update is being dispatched."""
+    pending = dict(signals)
+    draw = loop.draw_depth
+
+    def draw_and_signal(config, seed, update):
+        if update in pending:
+            signal.raise_signal(pending.pop(update))
+        return draw(config, seed, update)
+
+    monkeypatch.setattr(loop, "draw_depth", draw_and_signal)
+
+
+def final_state(config: Config):
+    """Every leaf of the last checkpoint, the position in the data, and the logged values."""
+    spec_config = load_resolved(directory_of(config))
+    spec = loop.step_spec(spec_config, spec_config.model.vocabulary, 40)
+    abstract = jax.eval_shape(lambda: init_state(spec))
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with Checkpoints(directory_of(config) / "checkpoints") as checkpoints:
+        state = checkpoints.restore(checkpoints.find(40), abstract, place)
+        metadata = checkpoints.metadata(40)
+    leaves = {
+        jax.tree_util.keystr(path): np.asarray(leaf).tobytes()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+    keys = ("update", "tokens", "loss", "grad_norm", "update_norm", "learning_rate", "depth")
+    records = read_records(directory_of(config) / "metrics.jsonl")
+    return {
+        "leaves": leaves,
+        "data_position": metadata["data_position"],
+        "progress": metadata["progress"],
+        "metrics": [[record[key] for key in keys] for record in records],
+        "blocks": (directory_of(config) / "blocks.jsonl").read_text(),
+    }
+
+
+def run_in_three_parts(monkeypatch, config):
+    signal_at(monkeypatch, {12: signal.SIGTERM, 26: signal.SIGINT})
+    assert loop.train(config) == 0
+    assert len(read_records(directory_of(config) / "metrics.jsonl")) == 13
+    assert loop.train(config) == 130
+    assert len(read_records(directory_of(config) / "metrics.jsonl")) == 27
+    assert loop.train(config) == 0
+
+
+@pytest.fixture
+def unbroken(random_data):
+    config = config_for(random_data, "unbroken")
+    assert loop.train(config) == 0
+    return final_state(config)
+
+
+def test_three_parts_equal_one_run_bit_for_bit(random_data, unbroken, monkeypatch):
+    """40 updates = 13 + SIGTERM + 14 + Ctrl-C + the rest, with dropout, depth draws and noise."""
+    config = config_for(random_data, "broken")
+    run_in_three_parts(monkeypatch, config)
+    broken = final_state(config)
+    assert len(unbroken["metrics"]) == 40
+    assert len({record[-1] for record in unbroken["metrics"]}) > 2  # depths did vary
+    for name in unbroken:
+        assert broken[name] == unbroken[name], name
+
+
+@pytest.mark.parametrize("left_out", ["data position", "optimizer state", "update counter"])
+def test_the_comparison_notices_what_is_left_out(random_data, unbroken, monkeypatch, left_out):
+    """The same test fails when one piece of the state is not restored."""
+    restore = loop.Run.restore
+
+    def forgetful(self, update, allow_changes=False):
+        state = restore(self, update, allow_changes)
+        fresh = jax.device_put(init_state(self.spec), self.sharding)
+        if left_out == "data position":
+            self.iterator.set_state({"next_index": 0})
+        elif left_out == "optimizer state":
+            state = loop.dataclasses.replace(state, opt_state=fresh.opt_state)
+        else:
+            state = loop.dataclasses.replace(state, update=fresh.update)
+        return state
+
+    monkeypatch.setattr(loop.Run, "restore", forgetful)
+    config = config_for(random_data, "forgetful")
+    run_in_three_parts(monkeypatch, config)
+    broken = final_state(config)
+    assert broken["leaves"] != unbroken["leaves"]
+    assert broken["metrics"] != unbroken["metrics"]
+
+
+def test_one_compilation_for_depths_evaluation_save_and_resume(random_data, monkeypatch, caplog):
+    config = config_for(
+        random_data,
+        "compiled",
+        run=RunConfig(name="compiled", directory=str(random_data.parent / "runs"), seed=77),
+        training=TrainingConfig(updates=30, micro_batch_rows=2, micro_batches=2),
+        evaluation=EvaluationConfig(every=10, depths=(1, 2, 3, 6), batch_rows=5),
+    )
+    signal_at(monkeypatch, {14: signal.SIGTERM})
+    with jax.log_compiles(True), caplog.at_level(logging.WARNING):
+        assert loop.train(config) == 0
+        assert loop.train(config) == 0
+    compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
+    assert compiled.count("train_step") == 1
+    assert compiled.count("eval_step") == 1
+    depths = {r["depth"] for r in read_records(directory_of(config) / "metrics.jsonl")}
+    assert len(depths) >= 4
+    report = json.loads((directory_of(config) / "report.json").read_text())
+    assert [e["depth"] for e in report["evaluations"]] == [1, 2, 3, 6]
+
+
+def test_a_changed_shape_is_an_error_that_says_what_changed(random_data):
+    config = config_for(random_data)
+    run = loop.Run(config)
+    try:
+        run.dispatch()
+        run.iterator = iter([jax.tree.map(lambda x: x[:, :1], next(run.iterator))])
+        with pytest.raises(RecompilationError) as error:
+            run.dispatch()
+    finally:
+        run.iterator = loop.contextlib.closing(run.iterator)
+        run.iterator.close = lambda: None
+        run.close()
+    assert "uint16[2,2,9]" in str(error.value)
+    assert "uint16[2,1,9]" in str(error.value)
+
+
+def test_compile_once_names_dtype_weak_type_and_structure():
+    once = CompileOnce("f")
+    once.check({"a": np.zeros(3, np.float32), "b": np.int32(1)})
+    once.check({"a": np.ones(3, np.float32), "b": np.int32(2)})
+    with pytest.raises(RecompilationError, match=r"a: was float32\[3\], is int32\[3\]"):
+        once.check({"a": np.zeros(3, np.int32), "b": np.int32(1)})
+    with pytest.raises(RecompilationError, match=r"b: was int32\[\], is int32\[\] \(weakly typed\)"):
+        once.check({"a": np.zeros(3, np.float32), "b": 1})
+    with pytest.raises(RecompilationError, match="b: was int32.*, is absent"):
+        once.check({"a": np.zeros(3, np.float32)})
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "transformer"])
+def test_two_tiny_documents_are_learnt(tmp_path, kind):
+    """Ids [11,12,13,14] and [21,22], one row each, 2 micro-batches: 60 epochs are 60 updates."""
+    documents = [[11, 12, 13, 14], [21, 22]]
+    data = write_documents(tmp_path / "data", documents, documents, 32)
+    config = Config(
+        run=RunConfig(name=kind, directory=str(tmp_path / "runs")),
+        data=DataConfig(directory=str(data), sequence_length=4, layout="padded", epochs=60),
+        model=ModelConfig(
+            kind=kind,
+            width=32,
+            heads=4,
+            feed_forward=64,
+            recurrent=RecurrentConfig(prelude_layers=1, core_layers=1, coda_layers=1),
+            transformer=TransformerConfig(layers=1),
+        ),
+        depth=DepthConfig(distribution="fixed", mean=4.0, maximum=4),
+        optim=OptimConfig(learning_rate=1e-2, warmup_updates=5, weight_decay=0.0),
+        training=TrainingConfig(micro_batch_rows=1, micro_batches=2),
+        evaluation=EvaluationConfig(every=0, depths=(4,), batch_rows=2),
+        logging=LoggingConfig(tensorboard=False),
+    )
+    assert loop.train(config) == 0
+    records = read_records(directory_of(config) / "metrics.jsonl")
+    assert len(records) == 60
+    assert records[-1]["tokens"] == 60 * 4  # 3 + 1 target tokens an epoch
+    assert records[0]["loss"] == pytest.approx(np.log(32), abs=0.5)
+    assert records[-1]["loss"] < 0.1
+    report = json.loads((directory_of(config) / "report.json").read_text())
+    assert report["evaluations"][0]["cross_entropy"] < 0.1
+    assert report["evaluations"][0]["top1"] == 1.0
+    assert report["evaluations"][0]["target_tokens"] == 4
+
+
+def test_records_have_the_fields_that_programs_read(random_data):
+    config = config_for(
+        random_data,
+        evaluation=EvaluationConfig(every=20, depths=(1, 3), batch_rows=4),
+        logging=LoggingConfig(every=10, tensorboard=True),
+    )
+    assert loop.train(config) == 0
+    directory = directory_of(config)
+    records = read_records(directory / "metrics.jsonl")
+    assert [r["update"] for r in records] == list(range(40))
+    fields = {"update", "tokens", "loss", "grad_norm", "update_norm", "learning_rate", "depth"}
+    fields |= {"backprop_depth", "tokens_per_second", "mfu", "data_wait_fraction"}
+    assert all(fields <= set(record) for record in records)
+    assert all(record["mfu"] is None for record in records)
+    assert all(r["backprop_depth"] == min(r["depth"], 2) for r in records)
+    # Warm-up 4 to the peak of 1e-2.
+    assert [r["learning_rate"] for r in records[:5]] == pytest.approx(
+        [2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2], rel=1e-5
+    )
+    blocks = read_records(directory / "blocks.jsonl")
+    assert [(b["update"], b["micro_batch"]) for b in blocks] == [
+        (u, m) for u in range(40) for m in range(2)
+    ]
+    seen = [i for b in blocks for i in b["blocks"]]
+    assert len(seen) == 160
+    assert set(seen) == set(range(max(seen) + 1))  # 40 windows reach into the second pass
+    evaluations = read_records(directory / "evaluations.jsonl")
+    assert [(e["update"], e["depth"]) for e in evaluations] == [(20, 3), (40, 3)]
+    report = json.loads((directory / "report.json").read_text())
+    assert report["unigram_cross_entropy"] == pytest.approx(np.log(64), abs=0.3)
+    assert {"depth", "cross_entropy", "perplexity", "top1", "top5", "bits_per_byte"} | {
+        "tokens_per_second",
+        "target_tokens",
+    } == set(report["evaluations"][0])
+    assert "cross-entropy" in (directory / "report.md").read_text()
+    assert (directory / "curves.png").stat().st_size > 10_000
+    assert (directory / "config.yaml").is_file()
+    assert list((directory / "tensorboard").iterdir())
+
+
+def test_a_finished_run_is_reported_again_not_trained_again(random_data):
+    config = config_for(
+        random_data, evaluation=EvaluationConfig(every=0, depths=(2,), batch_rows=4, rows=8)
+    )
+    assert loop.train(config) == 0
+    before = (directory_of(config) / "metrics.jsonl").read_text()
+    (directory_of(config) / "report.json").unlink()
+    assert loop.train(config) == 0
+    assert (directory_of(config) / "metrics.jsonl").read_text() == before
+    assert (directory_of(config) / "report.json").is_file()
+
+
+def test_the_last_window_of_the_data_is_applied_with_its_true_weight(tmp_path):
+    """11 rows in windows of 4: the third window holds 3 rows, and their tokens alone count."""
+    documents = [[*range(1, 6)] for _ in range(11)]
+    data = write_documents(tmp_path / "data", documents, documents[:2], 64)
+    config = config_for(
+        data,
+        model=tiny_model("transformer", width=16, heads=2, feed_forward=32),
+        data=DataConfig(directory=str(data), sequence_length=8, layout="padded"),
+        training=TrainingConfig(micro_batch_rows=2, micro_batches=2),
+        optim=OptimConfig(learning_rate=1e-3),
+    )
+    assert loop.train(config) == 0
+    records = read_records(directory_of(config) / "metrics.jsonl")
+    assert [record["tokens"] for record in records] == [16, 32, 44]
+    assert all(record["applied"] for record in records)
+    blocks = read_records(directory_of(config) / "blocks.jsonl")
+    assert [len(b["blocks"]) for b in blocks] == [2, 2, 2, 2, 2, 1]
+
+
+def test_windows_without_targets_are_counted(tmp_path):
+    """Documents of one token have no target."""
+    documents = [[1], [2], [3, 4, 5], [6, 7]]
+    data = write_documents(tmp_path / "data", documents, documents, 64)
+    config = config_for(
+        data,
+        model=tiny_model("transformer", width=16, heads=2, feed_forward=32),
+        data=DataConfig(directory=str(data), sequence_length=4, layout="padded"),
+        training=TrainingConfig(micro_batch_rows=1),
+        optim=OptimConfig(learning_rate=1e-3, warmup_updates=3),
+    )
+    assert loop.train(config) == 0
+    records = read_records(directory_of(config) / "metrics.jsonl")
+    applied = [r for r in records if r["applied"]]
+    assert len(records) == 4
+    assert len(applied) == 2
+    assert [r["learning_rate"] for r in applied] == pytest.approx([1e-3 / 3, 2e-3 / 3])
+    report = json.loads((directory_of(config) / "report.json").read_text())
+    assert (report["empty_windows"], report["nonfinite_updates"]) == (2, 0)
+
+
+def test_a_run_that_stays_not_finite_stops_with_good_weights_on_disk(random_data, monkeypatch):
+    config = config_for(
+        random_data,
+        checkpoint=CheckpointConfig(every=5),
+        training=TrainingConfig(
+            updates=40, micro_batch_rows=2, micro_batches=2, max_nonfinite_updates=3
+        ),
+    )
+    dispatch = loop.Run.dispatch
+
+    def poisoned(self):
+        if self.progress.update == 7:
+            table = self.state.params["embedding"]["table"]
+            self.state.params["embedding"]["table"] = jax.device_put(table * np.nan, self.sharding)
+        return dispatch(self)
+
+    monkeypatch.setattr(loop.Run, "dispatch", poisoned)
+    with pytest.raises(loop.TooManyNonfiniteUpdatesError, match="3 updates in a row"):
+        loop.train(config)
+    records = read_records(directory_of(config) / "metrics.jsonl")
+    assert [r["applied"] for r in records] == [True] * 7 + [False] * 3
+    assert records[-1]["loss"] is None
+    monkeypatch.setattr(loop.Run, "dispatch", dispatch)
+    assert loop.train(config) == 0  # goes on from update 5, whose weights are finite
+    records = read_records(directory_of(config) / "metrics.jsonl")
+    assert [r["update"] for r in records] == list(range(40))
+    assert all(r["applied"] for r in records)
+
+
+FREE = {
+    "micro-batches": {"training": TrainingConfig(updates=40, micro_batch_rows=4, micro_batches=1)},
+    "remat": {"model": tiny_model(dropout=0.1, width=16, heads=2, feed_forward=32, remat="full")},
+    "evaluation": {"evaluation": EvaluationConfig(every=2, depths=(3,), batch_rows=2)},
+    "checkpoints": {"checkpoint": CheckpointConfig(every=1, keep=5)},
+}
+REFUSED = {
+    "width": (
+        {"model": tiny_model(dropout=0.1, width=32, heads=2, feed_forward=32)},
+        "model.width: was 16, is 32",
+    ),
+    "dropout": (
+        {"model": tiny_model(width=16, heads=2, feed_forward=32)},
+        "model.dropout: was 0.1, is 0.0",
+    ),
+    "rows an update": (
+        {"training": TrainingConfig(updates=40, micro_batch_rows=2, micro_batches=1)},
+        "training.micro_batch_rows * training.micro_batches: was 4 rows an update, is 2",
+    ),
+    "optimizer": (
+        {"optim": OptimConfig(name="adafactor", learning_rate=1e-2, warmup_updates=4)},
+        "optim.name: was 'adamw', is 'adafactor'",
+    ),
+    "rate": (
+        {"optim": OptimConfig(learning_rate=2e-2, warmup_updates=4)},
+        "optim.learning_rate: was 0.01, is 0.02 (allowed with --allow-changes)",
+    ),
+    "depth": (
+        {"depth": DepthConfig(mean=2.0, maximum=6, backprop=2)},
+        "depth.mean: was 3.0, is 2.0 (allowed with --allow-changes)",
+    ),
+}
+
+
+@pytest.fixture
+def started(random_data, monkeypatch):
+    """A run that was interrupted after 3 updates."""
+    until(monkeypatch, 3)
+    assert loop.train(config_for(random_data)) == 0
+
+
+@pytest.mark.parametrize("case", FREE)
+def test_what_may_differ_at_resume(random_data, started, monkeypatch, case):
+    config = config_for(random_data, **FREE[case])
+    until(monkeypatch, 6)
+    assert loop.train(config) == 0
+    assert len(read_records(directory_of(config) / "metrics.jsonl")) == 6
+
+
+def test_what_may_not_differ_is_named(random_data, started):
+    for case, (sections, line) in REFUSED.items():
+        with pytest.raises(UserError) as error:
+            loop.train(config_for(random_data, **sections))
+        assert line in str(error.value).splitlines(), case
+        assert str(error.value).splitlines()[0].count("cannot continue from update 3") == 1
+
+
+def test_seed_and_sequence_length_are_frozen(random_data, started):
+    data = DataConfig(directory=str(random_data), sequence_length=16, epochs=2, seed=1)
+    run = RunConfig(name="run", directory=str(random_data.parent / "runs"), seed=12)
+    with pytest.raises(UserError) as error:
+        loop.train(config_for(random_data, data=data, run=run))
+    lines = str(error.value).splitlines()[1:]
+    assert lines == [
+        "run.seed: was 11, is 12",
+        "data.sequence_length: was 8, is 16",
+        "data.seed: was 42, is 1",
+    ]
+
+
+def test_other_data_is_refused_by_field(random_data, started, tmp_path):
+    other = write_documents(tmp_path / "other", [[1, 2, 3, 0]] * 40, [[1, 2, 0]], 64)
+    config = config_for(random_data)
+    config = loop.dataclasses.replace(
+        config, data=loop.dataclasses.replace(config.data, directory=str(other), epochs=2)
+    )
+    with pytest.raises(UserError, match="data: train tokens changed\ndata: validation tokens changed"):
+        loop.train(config)
+
+
+def test_allowed_changes_are_recorded(random_data, started, monkeypatch):
+    optim = OptimConfig(learning_rate=2e-2, warmup_updates=4)
+    config = config_for(random_data, optim=optim)
+    until(monkeypatch, 6)
+    assert loop.train(config, allow_changes=True) == 0
+    changes = read_records(directory_of(config) / "changes.jsonl")
+    assert changes == [{"update": 3, "changes": ["optim.learning_rate: was 0.01, is 0.02"]}]
+    rates = [r["learning_rate"] for r in read_records(directory_of(config) / "metrics.jsonl")]
+    # Warm-up of 4: the fourth update reaches the new peak.
+    assert rates[2:4] == pytest.approx([7.5e-3, 2e-2])
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"training": TrainingConfig(updates=9999)}, r"training.updates \(9999\) needs"),
+        (
+            {
+                "training": TrainingConfig(updates=None, micro_batch_rows=32),
+                "optim": OptimConfig(warmup_updates=500),
+            },
+            r"optim.warmup_updates \(500\) must be below training.updates \(\d+\); the data gives",
+        ),
+        ({"model": tiny_model(vocabulary_size=63)}, r"model.vocabulary_size \(63\) is below"),
+    ],
+)
+def test_settings_that_the_data_contradicts(random_data, sections, message):
+    config = config_for(random_data, **sections)
+    with pytest.raises(UserError, match=message):
+        loop.train(config)
+    assert not directory_of(config).exists()
+
+
+def test_signals_end_the_script_with_their_codes(random_data, tmp_path):
+    """The real script in a process of its own: SIGTERM exits 0, Ctrl-C 130, and both resume."""
+    config = config_for(
+        random_data,
+        data=DataConfig(directory=str(random_data), sequence_length=8, epochs=500),
+        training=TrainingConfig(updates=8000, micro_batch_rows=2, micro_batches=2),
+        evaluation=EvaluationConfig(every=0, depths=(1,), batch_rows=4),
+        checkpoint=CheckpointConfig(every=100_000),
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    command = [sys.executable, str(ROOT / "scripts/train.py"), "--config", str(path)]
+    metrics = directory_of(config) / "metrics.jsonl"
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
+        before = len(read_records(metrics))
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        deadline = time.monotonic() + 120
+        while len(read_records(metrics)) < before + 20 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(process.pid, number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == code, output
+        saved = int(re.search(r"Saved after update (\d+) of 8000", output).group(1))
+        records = read_records(metrics)
+        assert [r["update"] for r in records] == list(range(saved))
+        assert (directory_of(config) / "checkpoints" / str(saved)).is_dir()
+        assert "Traceback" not in output
+        assert "Exception ignored" not in output
+    assert f"Continuing {directory_of(config)} after update {before}" in output
