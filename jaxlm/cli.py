@@ -1,8 +1,13 @@
 """What the scripts share: arguments, and errors that become one line and an exit code."""
 
 import argparse
+import importlib.util
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+import jax
 
 from jaxlm.config import Config, load
 from jaxlm.errors import UserError
@@ -34,8 +39,17 @@ def config_from(arguments: argparse.Namespace) -> Config:
     return load(arguments.config, arguments.overrides)
 
 
+def _has_gpu_driver() -> bool:
+    """Whether an NVIDIA driver is there: its device node, or the one of WSL2."""
+    return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
+
+
 def run_script(main: Callable[[], int]) -> None:
     """Run a script's main function and exit: 2 for the user's mistake, with one line that says so."""
+    if importlib.util.find_spec("jax_cuda12_plugin") and not _has_gpu_driver():
+        # The extra `plan` brings XLA's GPU compiler to machines without a GPU, where JAX would
+        # report the missing libraries with a traceback before it falls back to the CPU.
+        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
     try:
         code = main()
     except UserError as error:

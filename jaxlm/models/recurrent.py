@@ -21,6 +21,7 @@ from jaxlm.models.layers import (
     RMSNorm,
     attention_mask,
     dropout,
+    final_norm,
     fold_in,
     linear,
     rotary_angles,
@@ -126,7 +127,7 @@ class RecurrentDepthLM(nnx.Module):
         self.coda = Stack(config, parts.coda_layers, first_coda_layer, out_scale, rngs)
         if config.norm == "pre":
             self.prelude_norm = RMSNorm(config, config.width, rngs)
-        self.final_norm = RMSNorm(config, config.width, rngs)
+        self.final_norm = final_norm(config, rngs)
         if not config.tie_embeddings:
             self.output = Embedding(config, rngs)
         self.config = config

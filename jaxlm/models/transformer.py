@@ -11,9 +11,9 @@ from jax import Array
 from jaxlm.config import ModelConfig
 from jaxlm.models.layers import (
     Embedding,
-    RMSNorm,
     attention_mask,
     dropout,
+    final_norm,
     fold_in,
     rotary_angles,
 )
@@ -30,7 +30,7 @@ class TransformerLM(nnx.Module):
         layers = config.transformer.layers
         self.embedding = Embedding(config, rngs)
         self.stack = Stack(config, layers, 0, 1.0 / math.sqrt(2.0 * layers), rngs)
-        self.final_norm = RMSNorm(config, config.width, rngs)
+        self.final_norm = final_norm(config, rngs)
         if not config.tie_embeddings:
             self.output = Embedding(config, rngs)
         self.config = config

@@ -285,3 +285,17 @@ def test_attention_equals_its_definition(kv_heads):
     mask = attention_mask(jnp.array([[1] * 5 + [2] * 7, [1] * 8 + [0] * 4]))
     got = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
     assert np.abs(np.asarray(got - float64_attention(q, k, v, mask))).max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "transformer"])
+@pytest.mark.parametrize("injection", ["add", "concat", "diagonal"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_starts_near_log_vocabulary_at_a_large_width(kind, injection, tied):
+    """A tied head must not start by predicting its own input (sqrt(2 * 512 / 5) = 14 nats)."""
+    config = tiny_model(kind, width=512, heads=8, injection=injection, tie_embeddings=tied)
+    tokens = np.random.default_rng(0).integers(0, 64, (8, T))
+    logits = np.asarray(logits_of(config, params_of(config), tokens), np.float64)
+    targets = np.roll(tokens, -1, axis=1)[..., None]
+    log_partition = np.log(np.exp(logits).sum(axis=-1))
+    loss = log_partition - np.take_along_axis(logits, targets, -1)[..., 0]
+    assert loss.mean() == pytest.approx(np.log(64) + 0.05, abs=0.1)

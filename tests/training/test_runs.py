@@ -418,7 +418,7 @@ def test_what_may_not_differ_is_named(random_data, started):
 
 
 def test_seed_and_sequence_length_are_frozen(random_data, started):
-    data = DataConfig(directory=str(random_data), sequence_length=16, epochs=2, seed=1)
+    data = DataConfig(directory=str(random_data), sequence_length=16, epochs=9, seed=1)
     run = RunConfig(name="run", directory=str(random_data.parent / "runs"), seed=12)
     with pytest.raises(UserError) as error:
         loop.train(config_for(random_data, data=data, run=run))
@@ -427,11 +427,12 @@ def test_seed_and_sequence_length_are_frozen(random_data, started):
         "run.seed: was 11, is 12",
         "data.sequence_length: was 8, is 16",
         "data.seed: was 42, is 1",
+        "data.epochs: was 2, is 9 (allowed with --allow-changes)",
     ]
 
 
 def test_other_data_is_refused_by_field(random_data, started, tmp_path):
-    other = write_documents(tmp_path / "other", [[1, 2, 3, 0]] * 40, [[1, 2, 0]], 64)
+    other = write_documents(tmp_path / "other", [[1, 2, 3, 0]] * 400, [[1, 2, 0]], 64)
     config = config_for(random_data)
     config = loop.dataclasses.replace(
         config, data=loop.dataclasses.replace(config.data, directory=str(other), epochs=2)

@@ -298,5 +298,5 @@ def test_z_loss_is_the_mean_squared_log_partition():
     sums = compute(init_state(plain), window)
     _, metrics = train_step(weighted, init_state(weighted), window, DEPTH, BACKPROP)
     mean_square = float(sums.squared_log_partition) / 11
-    assert mean_square == pytest.approx(np.log(64) ** 2, rel=0.2)
+    assert mean_square > np.log(64) ** 2  # uniform logits of zero have the least
     assert float(metrics.loss - metrics.cross_entropy) == pytest.approx(0.5 * mean_square, rel=1e-4)
