@@ -45,7 +45,7 @@ def _has_gpu_driver() -> bool:
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Run a script's main function and exit: 2 for the user's mistake, with one line that says so."""
+    """Run a script's main function and exit; a user's mistake is one line and exit code 2."""
     if importlib.util.find_spec("jax_cuda12_plugin") and not _has_gpu_driver():
         # The extra `plan` brings XLA's GPU compiler to machines without a GPU, where JAX would
         # report the missing libraries with a traceback before it falls back to the CPU.

@@ -211,7 +211,8 @@ class DepthConfig:
     def __post_init__(self) -> None:
         _require(
             self.minimum <= self.mean <= self.maximum,
-            f"minimum ({self.minimum}) <= mean ({self.mean:g}) <= maximum ({self.maximum}) must hold",
+            f"minimum ({self.minimum}) <= mean ({self.mean:g}) <= maximum ({self.maximum}) "
+            "must hold",
         )
         _require(
             self.distribution != "fixed" or float(self.mean).is_integer(),
@@ -374,8 +375,7 @@ def check_horizon(config: Config, updates: int) -> None:
     optim = config.optim
     _require(
         optim.warmup_updates < updates,
-        f"optim.warmup_updates ({optim.warmup_updates}) must be below "
-        f"training.updates ({updates})",
+        f"optim.warmup_updates ({optim.warmup_updates}) must be below training.updates ({updates})",
     )
     _require(
         optim.warmup_updates + optim.decay_updates <= updates,
@@ -391,7 +391,8 @@ def check_horizon(config: Config, updates: int) -> None:
 class _Loader(yaml.SafeLoader):
     """YAML with the scalars of YAML 1.2's core schema, refusing repeated keys."""
 
-    yaml_implicit_resolvers: typing.ClassVar[dict] = {}
+    # None of YAML 1.1's guesses about scalars; those of YAML 1.2 are added below.
+    yaml_implicit_resolvers: typing.ClassVar[dict] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: dict[Any, int] = {}
@@ -419,9 +420,7 @@ class _Loader(yaml.SafeLoader):
 _INTEGER = re.compile(r"^[-+]?(0|[1-9][0-9]*)$")
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:null", re.compile(r"^(null|~|)$"), ["n", "~", ""]
-)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(null|~|)$"), ["n", "~", ""])
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 # YAML 1.1's own number constructors read 012 as octal and 3:20 in base 60.
@@ -456,7 +455,9 @@ def _parse_yaml(text: str, source: str) -> tuple[Any, dict[str, int]]:
         loader.dispose()
 
 
-def _merge(base: dict, extra: dict, where: dict[str, str], origin: typing.Callable, path: str) -> None:
+def _merge(
+    base: dict, extra: dict, where: dict[str, str], origin: typing.Callable, path: str
+) -> None:
     for key, value in extra.items():
         dotted = f"{path}.{key}" if path else key
         where[dotted] = origin(dotted)
@@ -579,17 +580,19 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
             raise UserError(f"{path}: not UTF-8 text") from None
         value, lines = _parse_yaml(text, str(path))
         if not isinstance(value, dict):
-            raise UserError(f"{path}: expected settings as 'key: value', found {type(value).__name__}")
+            raise UserError(
+                f"{path}: expected settings as 'key: value', found {type(value).__name__}"
+            )
         _merge(tree, value, where, lambda key, p=path, n=lines: f"{p}:{n.get(key, 1)}", "")
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
             raise UserError(f"command line: expected key=value, found '{word}'")
         value, _ = _parse_yaml(text, f"command line: {key}")
-        value = value if text.strip() else None
+        setting: Any = value if text.strip() else None
         for part in reversed(key.split(".")):
-            value = {part: value}
-        _merge(tree, value, where, lambda _: "command line", "")
+            setting = {part: setting}
+        _merge(tree, setting, where, lambda _: "command line", "")
     return from_tree(tree, where)
 
 

@@ -6,7 +6,7 @@ Everything here returns sums and counts, never means: whoever sums over micro-ba
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,13 @@ def _chunks(x: Array, chunk: int) -> Array:
     return jnp.pad(x, padding).reshape((-1, chunk, *x.shape[1:]))
 
 
+def _scanned(
+    hidden_ND: Array, targets_N: Array, mask_N: Array, chunk: int
+) -> tuple[Array, Array, Array]:
+    wide = jnp.promote_types(hidden_ND.dtype, jnp.float32)
+    return _chunks(hidden_ND, chunk), _chunks(targets_N, chunk), _chunks(mask_N.astype(wide), chunk)
+
+
 def _logits(hidden_CD: Array, head_VD: Array) -> Array:
     """Logits [C, V], products in the inputs' dtype, sums and result in at least float32."""
     wide = jnp.promote_types(hidden_CD.dtype, jnp.float32)
@@ -50,12 +57,12 @@ def _logits(hidden_CD: Array, head_VD: Array) -> Array:
     return jnp.einsum("cd,vd->cv", hidden_CD, head_VD, preferred_element_type=wide)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def chunked_cross_entropy(
     hidden_ND: Array,
     head_VD: Array,
     targets_N: Array,
     mask_N: Array,
+    *,
     chunk_tokens: int,
     hits: bool = False,
 ) -> LossSums:
@@ -76,6 +83,18 @@ def chunked_cross_entropy(
     Returns:
         LossSums. Any number of tokens is allowed; the last chunk is padded with masked tokens.
     """
+    return cast(LossSums, _sums(hidden_ND, head_VD, targets_N, mask_N, chunk_tokens, hits))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _sums(
+    hidden_ND: Array,
+    head_VD: Array,
+    targets_N: Array,
+    mask_N: Array,
+    chunk_tokens: int,
+    hits: bool,
+) -> LossSums:
     wide = jnp.promote_types(hidden_ND.dtype, jnp.float32)
 
     def add_chunk(sums: LossSums, chunk: tuple[Array, Array, Array]) -> tuple[LossSums, None]:
@@ -101,13 +120,11 @@ def chunked_cross_entropy(
         return jax.tree.map(jnp.add, sums, chunk_sums), None
 
     zeros = LossSums(*[jnp.zeros((), wide)] * 5)
-    chunks = (hidden_ND, targets_N, mask_N.astype(wide))
-    sums, _ = jax.lax.scan(add_chunk, zeros, tuple(_chunks(x, chunk_tokens) for x in chunks))
-    return sums
+    return jax.lax.scan(add_chunk, zeros, _scanned(hidden_ND, targets_N, mask_N, chunk_tokens))[0]
 
 
 def _forward(hidden_ND, head_VD, targets_N, mask_N, chunk_tokens, hits):
-    sums = chunked_cross_entropy(hidden_ND, head_VD, targets_N, mask_N, chunk_tokens, hits)
+    sums = _sums(hidden_ND, head_VD, targets_N, mask_N, chunk_tokens, hits)
     return sums, (hidden_ND, head_VD, targets_N, mask_N)
 
 
@@ -132,13 +149,11 @@ def _backward(chunk_tokens, hits, residuals, cotangents: LossSums):
         head_grad_VD += jnp.einsum("cv,cd->vd", grad_CV, hidden_CD, preferred_element_type=wide)
         return head_grad_VD, hidden_grad_CD.astype(hidden_CD.dtype)
 
-    chunks = (hidden_ND, targets_N, mask_N.astype(wide))
-    head_grad_VD, hidden_grad = jax.lax.scan(
-        add_chunk, jnp.zeros(head_VD.shape, wide), tuple(_chunks(x, chunk_tokens) for x in chunks)
-    )
+    scanned = _scanned(hidden_ND, targets_N, mask_N, chunk_tokens)
+    head_grad_VD, hidden_grad = jax.lax.scan(add_chunk, jnp.zeros(head_VD.shape, wide), scanned)
     hidden_grad_ND = hidden_grad.reshape(-1, hidden_ND.shape[-1])[: hidden_ND.shape[0]]
     # Targets and mask have no gradient.
     return hidden_grad_ND, head_grad_VD.astype(head_VD.dtype), None, None
 
 
-chunked_cross_entropy.defvjp(_forward, _backward)
+_sums.defvjp(_forward, _backward)

@@ -1,6 +1,6 @@
 """Evaluate a run's checkpoint on its validation split, at any depths.
 
-    python scripts/evaluate.py --run runs/quickstart --depths 1,3,6,12 --json result.json
+python scripts/evaluate.py --run runs/quickstart --depths 1,3,6,12 --json result.json
 """
 
 import argparse
@@ -42,8 +42,9 @@ def main() -> int:
     try:
         depths = _depths(arguments.depths) if arguments.depths else config.evaluation.depths
     except ValueError:
-        raise UserError(f"--depths: expected numbers from 1 like 1,3,6, found "
-                        f"'{arguments.depths}'") from None
+        raise UserError(
+            f"--depths: expected numbers from 1 like 1,3,6, found '{arguments.depths}'"
+        ) from None
     data = DataDirectory(Path(config.data.directory))
     rows = rows_of(data.stream("validation"), config.data)
     recurrent = config.model.kind == "recurrent"

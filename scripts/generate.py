@@ -1,6 +1,6 @@
 """Continue a prompt with a run's model, at any depth.
 
-    python scripts/generate.py --run runs/quickstart --prompt "To be" --depth 6
+python scripts/generate.py --run runs/quickstart --prompt "To be" --depth 6
 """
 
 import argparse
@@ -27,9 +27,15 @@ def main() -> int:
     parser.add_argument("--update", type=int, metavar="N", help="checkpoint; default the newest")
     parser.add_argument("--prompt", default="", help="text to continue; empty starts a document")
     parser.add_argument("--depth", type=int, help="core steps; default the mean training depth")
-    parser.add_argument("--tokens", type=int, metavar="N", help="new tokens; default fills the context")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="sample among the K likeliest; 0 is all")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="new tokens; default fills the context"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest token"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="sample among the K likeliest; 0 is all"
+    )
     parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal text")
     arguments = parser.parse_args()
 
@@ -47,7 +53,7 @@ def main() -> int:
     if new < 1 or prompt.size + new > context:
         raise UserError(
             f"the prompt has {prompt.size} tokens and {new} new ones are asked for; together at "
-            f"least one more than the prompt and at most the {context} that the model was trained on"
+            f"least one more than the prompt, at most the {context} that the model was trained on"
         )
     depth = round(run.config.depth.mean) if arguments.depth is None else arguments.depth
     if depth < 1 or arguments.temperature < 0 or arguments.top_k < 0:

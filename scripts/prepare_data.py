@@ -1,6 +1,6 @@
 """Turn text into token shards.
 
-    python scripts/prepare_data.py --config configs/quickstart.yaml
+python scripts/prepare_data.py --config configs/quickstart.yaml
 """
 
 from jaxlm.cli import config_from, parser, run_script

@@ -1,7 +1,7 @@
 """Train a model, or continue an interrupted run; then evaluate it and write a report.
 
-    python scripts/train.py --config configs/quickstart.yaml
-    python scripts/train.py --config configs/quickstart.yaml run.name=wide model.width=256
+python scripts/train.py --config configs/quickstart.yaml
+python scripts/train.py --config configs/quickstart.yaml run.name=wide model.width=256
 """
 
 from jaxlm.cli import config_from, parser, run_script

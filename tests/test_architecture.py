@@ -97,7 +97,7 @@ def test_optim_runs_where_nothing_else_is_installed():
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
-        blocked = {"flax", "orbax", "grain", "pydantic", "yaml", "rich", "tokenizers", "tensorboardX"}
+        blocked = {"flax", "orbax", "grain", "pydantic", "yaml", "rich", "tokenizers"}
         if name.split(".")[0] in blocked:
             raise ImportError(name)
 sys.meta_path.insert(0, Block())

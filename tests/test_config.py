@@ -130,7 +130,7 @@ def test_files_and_words_merge_from_left_to_right(tmp_path):
     two.write_text("model: {width: 0}")
     with pytest.raises(UserError, match=r"two\.yaml:1: 'model\.width'"):
         load([one, two])
-    with pytest.raises(UserError, match="command line: 'model.width'"):
+    with pytest.raises(UserError, match=r"command line: 'model\.width'"):
         load([one], ["model.width=0"])
     with pytest.raises(UserError, match="expected key=value"):
         load([one], ["model.width"])

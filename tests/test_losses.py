@@ -40,7 +40,7 @@ def problem(tokens, width, vocabulary, dtype=np.float32, seed=0):
 
 def value_and_grads(hidden, head, targets, mask, chunk, z_weight):
     def loss(hidden, head):
-        sums = chunked_cross_entropy(hidden, head, targets, mask, chunk, True)
+        sums = chunked_cross_entropy(hidden, head, targets, mask, chunk_tokens=chunk, hits=True)
         return sums.cross_entropy + z_weight * sums.squared_log_partition, sums
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, head)
@@ -61,13 +61,15 @@ def test_equals_a_float64_oracle_at_a_vocabulary_of_99574(chunk):
 def test_uniform_logits_cost_log_vocabulary_even_from_bfloat16():
     # log(99574) = 11.50866 rounds to 11.5 in bfloat16.
     hidden, head = jnp.zeros((8, 16), jnp.bfloat16), jnp.ones((99_574, 16), jnp.bfloat16)
-    sums = chunked_cross_entropy(hidden, head, jnp.arange(8), jnp.ones(8), 4)
+    sums = chunked_cross_entropy(hidden, head, jnp.arange(8), jnp.ones(8), chunk_tokens=4)
     assert float(sums.cross_entropy) / 8 == pytest.approx(np.log(99_574), rel=1e-6)
 
 
 def test_ties_go_to_the_lower_id():
     hidden, head = jnp.zeros((4, 8)), jnp.ones((10, 8))
-    sums = chunked_cross_entropy(hidden, head, jnp.array([0, 1, 4, 5]), jnp.ones(4), 4, True)
+    sums = chunked_cross_entropy(
+        hidden, head, jnp.array([0, 1, 4, 5]), jnp.ones(4), chunk_tokens=4, hits=True
+    )
     assert (float(sums.top1), float(sums.top5)) == (1, 3)
 
 
@@ -101,7 +103,7 @@ def test_memory_on_an_rtx_3090():
     )
 
     def chunked(hidden, head, targets, mask):
-        return chunked_cross_entropy(hidden, head, targets, mask, 512).cross_entropy
+        return chunked_cross_entropy(hidden, head, targets, mask, chunk_tokens=512).cross_entropy
 
     def plain(hidden, head, targets, mask):
         logits = jnp.einsum("nd,vd->nv", hidden, head, preferred_element_type=jnp.float32)

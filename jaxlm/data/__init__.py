@@ -1,0 +1,1 @@
+"""From text to windows of tokens on the device."""

@@ -116,7 +116,9 @@ def _check_settings(data: DataDirectory, settings: PrepareConfig) -> None:
     wanted = _settings(settings)
     different = [key for key in wanted if stored.get(key) != wanted[key]]
     if different:
-        detail = "; ".join(f"prepare.{k} was {stored.get(k)!r}, is {wanted[k]!r}" for k in different)
+        detail = "; ".join(
+            f"prepare.{k} was {stored.get(k)!r}, is {wanted[k]!r}" for k in different
+        )
         raise UserError(
             f"{data.directory}: was prepared with other settings ({detail}); remove the directory, "
             f"or set data.directory to a new one"

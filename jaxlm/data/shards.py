@@ -78,9 +78,13 @@ class _SplitWriter:
         ends_path = self.directory / f"ends-{number:05d}.npy"
         np.save(tokens_path, np.concatenate(self._pending))
         np.save(ends_path, np.cumsum([len(ids) for ids in self._pending], dtype=np.int64))
-        entry = {"tokens": self._pending_tokens, "documents": len(self._pending)}
-        entry["files"] = [_file_entry(tokens_path), _file_entry(ends_path)]
-        self.shards.append(entry)
+        self.shards.append(
+            {
+                "tokens": self._pending_tokens,
+                "documents": len(self._pending),
+                "files": [_file_entry(tokens_path), _file_entry(ends_path)],
+            }
+        )
         self._pending, self._pending_tokens = [], 0
 
     def close(self) -> dict[str, Any]:

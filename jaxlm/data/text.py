@@ -52,7 +52,8 @@ def read_document(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}: not UTF-8 at byte {error.start}; convert it, or leave it out of prepare.inputs"
+            f"{path}: not UTF-8 at byte {error.start}; convert it, or leave it out of "
+            "prepare.inputs"
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None

@@ -66,8 +66,8 @@ def eval_step(
         lm.head(),
         tokens[:, 1:].reshape(-1),
         target_mask(segments).reshape(-1),
-        chunk_tokens,
-        True,
+        chunk_tokens=chunk_tokens,
+        hits=True,
     )
 
 
@@ -133,22 +133,19 @@ def evaluate(
                 on_batch(1, "" if depth is None else f"depth {depth}")
         total += np.asarray(running, np.float64)
         seconds = time.perf_counter() - began
-        sums = LossSums(*total)
-        if sums.target_tokens == 0:
+        nats, _, tokens, top1, top5 = total.tolist()  # the order of LossSums
+        if tokens == 0:
             raise ValueError("the validation rows hold no target token")
-        cross_entropy = sums.cross_entropy / sums.target_tokens
         results.append(
             Evaluation(
                 depth=depth,
-                cross_entropy=float(cross_entropy),
-                perplexity=math.exp(min(cross_entropy, 700.0)),
-                top1=float(sums.top1 / sums.target_tokens),
-                top5=float(sums.top5 / sums.target_tokens),
-                bits_per_byte=(
-                    float(sums.cross_entropy / math.log(2) / target_bytes) if target_bytes else None
-                ),
-                tokens_per_second=float(sums.target_tokens / seconds),
-                target_tokens=int(sums.target_tokens),
+                cross_entropy=nats / tokens,
+                perplexity=math.exp(min(nats / tokens, 700.0)),
+                top1=top1 / tokens,
+                top5=top5 / tokens,
+                bits_per_byte=nats / math.log(2) / target_bytes if target_bytes else None,
+                tokens_per_second=tokens / seconds,
+                target_tokens=round(tokens),
             )
         )
     return results

@@ -52,8 +52,8 @@ def generate(
         return jnp.where(temperature > 0, drawn, jnp.argmax(logits_V)).astype(jnp.int32)
 
     def unfinished(carry: tuple[Array, Array, Array]) -> Array:
-        _, count, last = carry
-        return (count < length) & (last != end_id)
+        _, count, ended = carry
+        return (count < length) & ~ended
 
     def extend(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tokens_T, count, _ = carry
@@ -62,9 +62,9 @@ def generate(
         segments = (positions < count).astype(jnp.int32)
         hidden = lm(tokens_T[None], segments, positions, noise_key[None], train=False, depth=depth)
         token = sample(logits(lm, hidden[0, count - 1]), count)
-        return tokens_T.at[count].set(token), count + 1, token
+        return tokens_T.at[count].set(token), count + 1, token == end_id
 
     count = jnp.asarray(prompt_length, jnp.int32)
-    start = (tokens_T, count, jnp.asarray(-1, jnp.int32))
+    start = (tokens_T, count, jnp.asarray(False))
     tokens_T, count, _ = jax.lax.while_loop(unfinished, extend, start)
     return tokens_T, count

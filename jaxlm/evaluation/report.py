@@ -95,7 +95,11 @@ def _draw_curves(
         points = [r for r in validation if r["depth"] == depth]
         label = "validation" if depth is None else f"validation, depth {depth}"
         left.plot(
-            [r["tokens"] for r in points], [r["cross_entropy"] for r in points], "o-", ms=3, label=label
+            [r["tokens"] for r in points],
+            [r["cross_entropy"] for r in points],
+            "o-",
+            ms=3,
+            label=label,
         )
     left.axhline(unigram, color="grey", ls="--", lw=1, label="unigram")
     left.set(xlabel="target tokens", ylabel="cross-entropy (nats per token)", title="Loss")
@@ -134,7 +138,5 @@ def write_report(
     write_atomically(directory / "report.md", _markdown(report, evaluations, curves))
     if not curves:
         return ["report.md", "report.json"]
-    _draw_curves(
-        directory / "curves.png", metrics, validation, report["unigram_cross_entropy"]
-    )
+    _draw_curves(directory / "curves.png", metrics, validation, report["unigram_cross_entropy"])
     return ["report.md", "report.json", "curves.png"]

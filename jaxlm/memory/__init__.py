@@ -1,0 +1,1 @@
+"""What GPUs are, and what a program needs on one."""

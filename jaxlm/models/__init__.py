@@ -1,0 +1,1 @@
+"""The two language models, their depth draws and their cost."""

@@ -16,7 +16,9 @@ def _uniforms(seed: int, update: int) -> tuple[float, float]:
     Philox is counter-based and its raw stream is frozen by NumPy, unlike the streams of
     Generator's distributions; the distributions below are inverted by hand for that reason.
     """
-    words = np.random.Philox(key=np.array([seed, _PURPOSE], np.uint64), counter=update).random_raw(2)
+    words = np.random.Philox(key=np.array([seed, _PURPOSE], np.uint64), counter=update).random_raw(
+        2
+    )
     first, second = ((int(word) >> 11) + 0.5 for word in words)
     return first / 2**53, second / 2**53
 

@@ -5,6 +5,7 @@ the MLP, S head size. Arrays are in `compute_dtype` unless a comment says otherw
 """
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ WEIGHT_SCALE = math.sqrt(2 / 5)
 def truncated_normal(std: float) -> nnx.Initializer:
     """Normal noise of standard deviation `std`, redrawn beyond three of them."""
     draw = jax.nn.initializers.truncated_normal(1.0, lower=-3.0, upper=3.0)
-    # Cutting at 3 sigma leaves a standard deviation of 0.98658 (variance 1 - 6 phi(3) / (2 Phi(3) - 1)).
+    # Cutting at 3 sigma leaves a variance of 1 - 6 phi(3) / (2 Phi(3) - 1) = 0.98658^2.
     scale = std / 0.98657717
 
     def init(key: Array, shape, dtype=jnp.float32, out_sharding=None) -> Array:
@@ -90,7 +91,7 @@ def attention_mask(segment_ids_BT: Array) -> Array:
     return (same & causal)[:, None]
 
 
-def attention_implementation(config: ModelConfig) -> str:
+def attention_implementation(config: ModelConfig) -> Literal["xla", "cudnn"]:
     """Resolve `auto` for the default backend: 'cudnn' or 'xla'.
 
     cuDNN's flash attention takes 16-bit inputs and, below compute capability 9.0, head sizes of

@@ -166,7 +166,9 @@ class RecurrentDepthLM(nnx.Module):
         layer_keys = fold_in(keys_B, LAYERS) if train else None
 
         x_BTD = self.embedding(tokens_BT)
-        x_BTD = dropout(x_BTD, config.dropout, fold_in(keys_B, EMBEDDING_DROPOUT) if train else None)
+        x_BTD = dropout(
+            x_BTD, config.dropout, fold_in(keys_B, EMBEDDING_DROPOUT) if train else None
+        )
         e_BTD = self.prelude(x_BTD, mask, angles, layer_keys)
         e_BTD = self.prelude_norm(e_BTD) if config.norm == "pre" else e_BTD
 

@@ -53,7 +53,9 @@ class TransformerLM(nnx.Module):
         mask = attention_mask(segment_ids_BT)
         angles = rotary_angles(positions_BT, config.head_size, config.rope_base)
         x_BTD = self.embedding(tokens_BT)
-        x_BTD = dropout(x_BTD, config.dropout, fold_in(keys_B, EMBEDDING_DROPOUT) if train else None)
+        x_BTD = dropout(
+            x_BTD, config.dropout, fold_in(keys_B, EMBEDDING_DROPOUT) if train else None
+        )
         x_BTD = self.stack(x_BTD, mask, angles, fold_in(keys_B, LAYERS) if train else None)
         return self.final_norm(x_BTD)
 

@@ -59,7 +59,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         return ClipByGlobalNormState(norm=jnp.zeros((), jnp.float32))
 
     def update_fn(
-        updates: optax.Updates, state: ClipByGlobalNormState, params: optax.Params | None = None
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params
         norm = global_norm(updates)

@@ -4,13 +4,17 @@ Update i counts from 0. With w warm-up updates, update i < w uses peak * (i + 1)
 first update already moves the weights and update w - 1 uses the peak; the decay starts at update w.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.typing import ArrayLike
 
 
-def _with_warmup(peak: float, warmup_updates: int, after: optax.Schedule) -> optax.Schedule:
+def _with_warmup(
+    peak: float, warmup_updates: int, after: Callable[[Array], Array]
+) -> optax.Schedule:
     def schedule(count: ArrayLike) -> Array:
         count = jnp.asarray(count)
         warmup = peak * ((count + 1) / max(warmup_updates, 1))

@@ -1,0 +1,1 @@
+"""Updates, runs, checkpoints."""

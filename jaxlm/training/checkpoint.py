@@ -39,10 +39,13 @@ class Checkpoints:
             keep_checkpoints_without_metrics=False,
         )
         self.directory = directory
+        # Orbax annotates its policies with a class that its own policies do not accept.
+        every: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
+        kept: Any = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
         self._checkpointer = ocp.training.Checkpointer(
-            directory.absolute(),
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
+            str(directory.absolute()),
+            save_decision_policy=every,
+            preservation_policy=kept,
             cleanup_tmp_directories=True,
         )
 
@@ -94,7 +97,9 @@ class Checkpoints:
 
     def metadata(self, update: int) -> dict[str, Any]:
         """The plain values stored with a checkpoint."""
-        return dict(self._checkpointer.metadata(update).custom_metadata or {})
+        metadata = self._checkpointer.metadata(update).custom_metadata
+        assert isinstance(metadata, dict), f"checkpoint {update} was not written by jaxlm"
+        return metadata
 
     def find(self, update: int | None) -> int:
         """The update asked for, or the newest.
@@ -120,7 +125,7 @@ class Checkpoints:
             sharding: where to place every array.
         """
         target = _abstract(abstract, sharding)
-        loaded = self._checkpointer.load_checkpointables(
+        loaded = self._load(
             update,
             {
                 "params": target.params,
@@ -137,7 +142,13 @@ class Checkpoints:
         self, update: int, abstract: Params, sharding: jax.sharding.Sharding
     ) -> Params:
         """Read the parameters alone; the optimizer's state is not touched."""
-        loaded = self._checkpointer.load_checkpointables(
-            update, {"params": _abstract(abstract, sharding)}
-        )
-        return loaded["params"]
+        return self._load(update, {"params": _abstract(abstract, sharding)})["params"]
+
+    def _load(self, update: int, target: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._checkpointer.load_checkpointables(update, target)
+        except KeyError as error:  # Orbax's NoEntryError, whatever went wrong
+            raise RuntimeError(
+                f"{self.directory / str(update)}: cannot be read as the state of this "
+                f"configuration: {error.__cause__ or error}"
+            ) from error

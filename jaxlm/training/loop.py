@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxlm.config import Config, check_horizon, to_tree, to_yaml
 from jaxlm.console import Advance, console, progress
-from jaxlm.data.pipeline import PackedRows, PaddedRows, device_iterator, rows_of, training_windows
+from jaxlm.data.pipeline import device_iterator, rows_of, training_windows
 from jaxlm.data.prepare import prepare
 from jaxlm.data.shards import DataDirectory
 from jaxlm.errors import UserError

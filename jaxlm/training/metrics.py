@@ -69,7 +69,9 @@ class RunLog:
         """Record a validation pass at one depth."""
         self._append(EVALUATIONS, record)
         if self._tensorboard is not None:
-            name = "validation" if record["depth"] is None else f"validation/depth_{record['depth']}"
+            name = (
+                "validation" if record["depth"] is None else f"validation/depth_{record['depth']}"
+            )
             for key in ("cross_entropy", "top1"):
                 self._tensorboard.add_scalar(f"{name}/{key}", record[key], record["update"])
 

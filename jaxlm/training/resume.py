@@ -57,15 +57,12 @@ def config_changes(stored: dict[str, Any], config: Config) -> tuple[list[str], l
     now = config.training.window_rows
     if was != now:
         refused.append(
-            f"training.micro_batch_rows * training.micro_batches: was {was} rows an update, is {now}"
+            "training.micro_batch_rows * training.micro_batches: "
+            f"was {was} rows an update, is {now}"
         )
     return refused, on_request
 
 
 def data_changes(stored: dict[str, str], fingerprint: dict[str, str]) -> list[str]:
     """Lines that name what of the data differs from the data of the run."""
-    return [
-        f"data: {field} changed"
-        for field in stored
-        if stored[field] != fingerprint.get(field)
-    ]
+    return [f"data: {field} changed" for field in stored if stored[field] != fingerprint.get(field)]

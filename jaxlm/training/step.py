@@ -137,7 +137,7 @@ def loss_sums(
         model.head(),
         tokens[:, 1:].reshape(-1),
         target_mask(batch["segment_ids"]).reshape(-1),
-        spec.loss.chunk_tokens,
+        chunk_tokens=spec.loss.chunk_tokens,
     )
     return sums.cross_entropy + spec.loss.z_loss * sums.squared_log_partition, sums
 
@@ -190,9 +190,9 @@ def multisteps_updates(
 
     def one(carry, scanned):
         opt_state, _, total, sums = carry
-        (loss, parts), grads = jax.value_and_grad(
-            functools.partial(loss_sums, spec), has_aux=True
-        )(state.params, *scanned, depth, backprop)
+        (loss, parts), grads = jax.value_and_grad(functools.partial(loss_sums, spec), has_aux=True)(
+            state.params, *scanned, depth, backprop
+        )
         grads = jax.tree.map(lambda g: g * (micro_batches / tokens), _to_float32(grads))
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (opt_state, updates, total + loss, jax.tree.map(jnp.add, sums, parts)), None

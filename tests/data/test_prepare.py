@@ -25,7 +25,9 @@ def write_texts(folder, count=60):
     folder.mkdir()
     for i in range(count):
         (folder / f"{i:03d}.txt").write_text(
-            f"Document {i}. " + SENTENCES[i % len(SENTENCES)] * (1 + i % 3), encoding="utf-8", newline=""
+            f"Document {i}. " + SENTENCES[i % len(SENTENCES)] * (1 + i % 3),
+            encoding="utf-8",
+            newline="",
         )
     return folder
 
@@ -149,7 +151,9 @@ def test_a_byte_order_mark_is_no_text_and_empty_files_are_counted(tmp_path):
     (folder / "empty.txt").write_text(" \n")
     data = prepare(config_for(tmp_path))
     tokenizer = read_tokenizer(data.tokenizer_path())
-    texts = [tokenizer.decode(ids) for s in ("train", "validation") for ids in documents_of(data, s)]
+    texts = [
+        tokenizer.decode(ids) for s in ("train", "validation") for ids in documents_of(data, s)
+    ]
     assert "with a mark" in texts
     assert data.manifest["source"]["documents"] == {"in": 62, "kept": 61, "skipped_empty": 1}
 

@@ -35,7 +35,9 @@ def loss(config, params, tokens, depth, backprop):
     def stack(stack, x):
         graph, state = nnx.split(stack.blocks)
         for layer in range(stack.layers):
-            x = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], state))(x, mask, angles, None)
+            x = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], state))(
+                x, mask, angles, None
+            )
         return x
 
     x = lm.embedding(tokens)
@@ -89,7 +91,9 @@ def test_by_hand():
     flops = flops_per_token(model("transformer"), 32)
     assert flops.forward == 3 * layer + head
     assert flops.backward == 2 * flops.forward
-    recurrent = flops_per_token(model("recurrent", injection="concat"), 32, depth=12, backprop_depth=4)
+    recurrent = flops_per_token(
+        model("recurrent", injection="concat"), 32, depth=12, backprop_depth=4
+    )
     core = 2 * layer + 2 * 2 * 256 * 256
     assert recurrent.forward == 2 * layer + 12 * core + head
     assert recurrent.backward == 2 * (2 * layer + 4 * core + head)

@@ -109,7 +109,9 @@ def test_an_all_padding_row_is_harmless(config, tokens):
         )
         mask = jnp.asarray(segments).reshape(-1) > 0
         targets = jnp.asarray(tokens).reshape(-1)
-        sums = chunked_cross_entropy(hidden.reshape(-1, 32), model.head(), targets, mask, 16)
+        sums = chunked_cross_entropy(
+            hidden.reshape(-1, 32), model.head(), targets, mask, chunk_tokens=16
+        )
         return sums.cross_entropy
 
     compute = jax.jit(jax.value_and_grad(loss))
@@ -141,7 +143,7 @@ def training_loss(config, params, tokens, depth, backprop, max_backprop):
     )
     targets = jnp.asarray(tokens).reshape(-1)
     return chunked_cross_entropy(
-        hidden.reshape(-1, 32), model.head(), targets, jnp.ones(rows * T), 16
+        hidden.reshape(-1, 32), model.head(), targets, jnp.ones(rows * T), chunk_tokens=16
     ).cross_entropy
 
 
@@ -170,7 +172,9 @@ def unrolled(config, params, tokens, depth, backprop):
     def stack(stack, x):
         graph, state = nnx.split(stack.blocks)
         for layer in range(stack.layers):
-            x = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], state))(x, mask, angles, None)
+            x = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], state))(
+                x, mask, angles, None
+            )
         return x
 
     x = stack(model.prelude, model.embedding(jnp.asarray(tokens)))
@@ -193,7 +197,9 @@ def unrolled(config, params, tokens, depth, backprop):
 def test_one_compilation_equals_plain_python_at_every_depth(tokens, initial_state):
     config = tiny_model(initial_state=initial_state)
     params = params_of(config)
-    compiled = jax.jit(jax.value_and_grad(lambda p, n, k: training_loss(config, p, tokens, n, k, 4)))
+    compiled = jax.jit(
+        jax.value_and_grad(lambda p, n, k: training_loss(config, p, tokens, n, k, 4))
+    )
     for depth, backprop in [(1, 1), (3, 3), (4, 1), (7, 4)]:
         got = compiled(params, jnp.int32(depth), jnp.int32(backprop))
         plain = jax.value_and_grad(lambda p, n=depth, k=backprop: unrolled(config, p, tokens, n, k))

@@ -199,9 +199,11 @@ def test_compile_once_names_dtype_weak_type_and_structure():
     once.check({"a": np.ones(3, np.float32), "b": np.int32(2)})
     with pytest.raises(RecompilationError, match=r"a: was float32\[3\], is int32\[3\]"):
         once.check({"a": np.zeros(3, np.int32), "b": np.int32(1)})
-    with pytest.raises(RecompilationError, match=r"b: was int32\[\], is int32\[\] \(weakly typed\)"):
+    with pytest.raises(
+        RecompilationError, match=r"b: was int32\[\], is int32\[\] \(weakly typed\)"
+    ):
         once.check({"a": np.zeros(3, np.float32), "b": 1})
-    with pytest.raises(RecompilationError, match="b: was int32.*, is absent"):
+    with pytest.raises(RecompilationError, match=r"b: was int32.*, is absent"):
         once.check({"a": np.zeros(3, np.float32)})
 
 
@@ -437,7 +439,9 @@ def test_other_data_is_refused_by_field(random_data, started, tmp_path):
     config = loop.dataclasses.replace(
         config, data=loop.dataclasses.replace(config.data, directory=str(other), epochs=2)
     )
-    with pytest.raises(UserError, match="data: train tokens changed\ndata: validation tokens changed"):
+    with pytest.raises(
+        UserError, match="data: train tokens changed\ndata: validation tokens changed"
+    ):
         loop.train(config)
 
 
@@ -489,7 +493,9 @@ def test_signals_end_the_script_with_their_codes(random_data, tmp_path):
     metrics = directory_of(config) / "metrics.jsonl"
     for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
         before = len(read_records(metrics))
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         deadline = time.monotonic() + 120
         while len(read_records(metrics)) < before + 20 and time.monotonic() < deadline:
             time.sleep(0.05)

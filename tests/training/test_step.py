@@ -123,9 +123,7 @@ def test_losses_are_weighted_by_target_tokens(monkeypatch, accumulation):
     spec = spec_of(optim=optim, micro_batches=2)
     monkeypatch.setattr(step_module, "build_optimizer", plain_sgd)
     params = {"w": jnp.ones(())}
-    state = step_module.TrainState(
-        jnp.int32(0), params, plain_sgd(optim, 100, 2).init(params)
-    )
+    state = step_module.TrainState(jnp.int32(0), params, plain_sgd(optim, 100, 2).init(params))
     after, metrics = step_module.train_step.__wrapped__(spec, state, window, DEPTH, BACKPROP)
     assert float(metrics.loss) == pytest.approx(3.5)
     assert int(metrics.target_tokens) == 400
@@ -162,7 +160,12 @@ def test_multisteps_makes_the_same_update():
 def test_one_update_is_adamw_by_hand():
     """Against an independent AdamW in NumPy, from the gradient of the same window."""
     optim = OptimConfig(
-        learning_rate=1e-2, schedule="constant", beta2=0.9, weight_decay=0.5, max_norm=0.1, epsilon=1e-3
+        learning_rate=1e-2,
+        schedule="constant",
+        beta2=0.9,
+        weight_decay=0.5,
+        max_norm=0.1,
+        epsilon=1e-3,
     )
     spec = spec_of(optim=optim)
     window = window_of(1, [3, 8, 5, 6])
@@ -237,7 +240,11 @@ def test_a_window_without_targets_makes_no_update_and_does_not_advance_the_rate(
     kept = jax.tree.map(np.asarray, (state.params, state.opt_state))
     state, nothing = train_step(spec, state, empty, DEPTH, BACKPROP)
     assert int(state.update) == 2
-    assert (int(nothing.target_tokens), bool(nothing.applied), bool(nothing.finite)) == (0, False, True)
+    assert (int(nothing.target_tokens), bool(nothing.applied), bool(nothing.finite)) == (
+        0,
+        False,
+        True,
+    )
     assert float(nothing.loss) == 0
     jax.tree.map(np.testing.assert_array_equal, kept, (state.params, state.opt_state))
     _, third = train_step(spec, state, full, DEPTH, BACKPROP)

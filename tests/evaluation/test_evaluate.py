@@ -1,0 +1,143 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import logits_of, params_of, tiny_model, write_documents
+
+from jaxlm.config import DataConfig
+from jaxlm.data.pipeline import rows_of
+from jaxlm.data.shards import DataDirectory
+from jaxlm.evaluation.evaluate import eval_step, evaluate, unigram_cross_entropy
+from jaxlm.evaluation.generate import generate
+from jaxlm.losses import target_mask
+
+MODEL = tiny_model(initial_state="zero")
+
+
+@pytest.fixture
+def rows(random_data):
+    config = DataConfig(directory=str(random_data), sequence_length=8)
+    return rows_of(DataDirectory(random_data).stream("validation"), config)
+
+
+def evaluated(rows, depths=(1, 3), batch_rows=4, **kwargs):
+    return evaluate(
+        MODEL,
+        params_of(MODEL),
+        rows,
+        depths=depths,
+        batch_rows=batch_rows,
+        chunk_tokens=16,
+        **kwargs,
+    )
+
+
+def test_figures_equal_numpy_row_by_row(rows):
+    """All rows, the padded last batch included, weighted by target tokens."""
+    assert len(rows) % 5  # the last batch is not full
+    token_bytes = np.arange(64, dtype=np.int32) % 5
+    params = params_of(MODEL)
+    for got in evaluated(rows, batch_rows=5, token_bytes=token_bytes):
+        losses, ranks, sizes = [], [], []
+        for i in range(len(rows)):
+            row = rows[i]
+            tokens, segments = row["tokens"][None].astype(int), row["segment_ids"][None]
+            logits = np.asarray(
+                logits_of(
+                    MODEL,
+                    params,
+                    tokens[:, :-1],
+                    segments[:, :-1],
+                    row["positions"][None, :-1],
+                    got.depth,
+                ),
+                np.float64,
+            )[0]
+            for t in np.flatnonzero(target_mask(segments)[0]):
+                target = tokens[0, t + 1]
+                losses.append(math.log(np.exp(logits[t]).sum()) - logits[t, target])
+                ranks.append((logits[t] > logits[t, target]).sum())
+                sizes.append(token_bytes[target])
+        assert got.target_tokens == len(losses)
+        assert got.cross_entropy == pytest.approx(np.mean(losses), rel=1e-5)
+        assert got.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
+        assert got.top1 == pytest.approx(np.mean(np.array(ranks) < 1))
+        assert got.top5 == pytest.approx(np.mean(np.array(ranks) < 5))
+        bits = np.sum(losses) / math.log(2) / np.sum(sizes)
+        assert got.bits_per_byte == pytest.approx(bits, rel=1e-5)
+        assert got.tokens_per_second > 0
+
+
+def test_batch_size_does_not_matter(rows):
+    one, other = (evaluated(rows, batch_rows=b)[1] for b in (3, 16))
+    assert one.cross_entropy == pytest.approx(other.cross_entropy, rel=1e-6)
+    assert one.target_tokens == other.target_tokens
+
+
+def test_one_compilation_for_all_depths(rows):
+    before = eval_step._cache_size()
+    evaluated(rows, depths=(1, 2, 3, 6, 12), batch_rows=5)
+    assert eval_step._cache_size() == before + 1
+
+
+def test_a_limit_reads_the_first_rows(rows):
+    progress = []
+    limited = evaluated(rows, depths=(2,), limit=5, on_batch=lambda *a: progress.append(a))
+    assert limited[0].target_tokens == sum(
+        int(target_mask(rows[i]["segment_ids"]).sum()) for i in range(5)
+    )
+    assert progress == [(1, "depth 2")] * 2
+
+
+def test_no_target_is_an_error_not_a_nan(tmp_path):
+    data = DataDirectory(write_documents(tmp_path / "d", [[1, 2]], [[1], [2]], 64))
+    config = DataConfig(sequence_length=8, layout="padded")
+    with pytest.raises(ValueError, match="no target token"):
+        evaluated(rows_of(data.stream("validation"), config))
+
+
+def test_unigram_by_hand(tmp_path):
+    """Training counts 3, 1, 0 plus one each: 4/7, 2/7, 1/7. Validation has one of each."""
+    data = DataDirectory(write_documents(tmp_path / "d", [[0, 0, 1, 0]], [[0, 1, 2]], 3))
+    expected = -(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3
+    assert unigram_cross_entropy(data) == pytest.approx(expected)
+
+
+def generated(prompt, length, seed=0, temperature=0.0, top_k=0, end=-1, depth=3):
+    buffer = np.zeros(length, np.int32)
+    buffer[: len(prompt)] = prompt
+    tokens, count = generate(
+        MODEL,
+        params_of(MODEL),
+        jnp.asarray(buffer),
+        jnp.asarray(len(prompt)),
+        jnp.asarray(end),
+        jax.random.key(seed),
+        depth=jnp.asarray(depth),
+        temperature=jnp.asarray(temperature, jnp.float32),
+        top_k=jnp.asarray(top_k),
+    )
+    return np.asarray(tokens)[: int(count)].tolist()
+
+
+def test_greedy_text_is_the_argmax_of_the_whole_prefix():
+    tokens = generated([5, 9], 8)
+    assert len(tokens) == 8
+    for t in range(2, 8):
+        logits = logits_of(MODEL, params_of(MODEL), np.array([tokens[:t]]), depth=3)
+        assert tokens[t] == int(np.argmax(logits[0, -1]))
+    assert generated([5, 9], 8, seed=1) == tokens
+
+
+def test_sampling_follows_its_seed_and_limits():
+    one = generated([5, 9], 8, temperature=1.0)
+    assert generated([5, 9], 8, temperature=1.0) == one
+    assert generated([5, 9], 8, seed=1, temperature=1.0) != one
+    assert generated([5, 9], 8, temperature=1.0, top_k=1) == generated([5, 9], 8)
+
+
+def test_generation_stops_at_the_end_token():
+    tokens = generated([5, 9], 8)
+    assert generated([5, 9], 8, end=tokens[4]) == tokens[: tokens.index(tokens[4], 2) + 1]
