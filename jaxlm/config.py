@@ -27,12 +27,14 @@ from jaxlm.errors import UserError
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=0)]
+# JAX keys take 32 bits of a seed: larger ones would silently be cut.
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -49,7 +51,7 @@ class RunConfig:
     # Parent directory of all runs.
     directory: Text = "runs"
     # Seed of weights, dropout, initial states and depth draws.
-    seed: Count = 42
+    seed: Seed = 42
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -61,7 +63,7 @@ class PrepareConfig:
     inputs: tuple[Text, ...] = ()
     # A Hugging Face tokenizer.json; null trains a byte-level BPE on the training documents.
     tokenizer: Text | None = None
-    # The entry of that tokenizer which ends a document.
+    # The entry of the vocabulary that ends a document.
     end_token: Text = "<|endoftext|>"
     # Entries of a tokenizer trained here, special token and 256 bytes included.
     vocabulary_size: Annotated[int, Field(ge=257)] = 4096
@@ -85,7 +87,7 @@ class DataConfig:
     # Passes over the training rows, each in a new order. 1 is a single pass.
     epochs: Positive = 1
     # Seed of the order of rows.
-    seed: Count = 42
+    seed: Seed = 42
     # Windows prepared ahead on the host, and as many again on the device.
     prefetch: Positive = 2
 
@@ -146,8 +148,8 @@ class ModelConfig:
     dropout: Fraction = 0.0
     # auto: cuDNN flash attention on a GPU in 16-bit precision, XLA elsewhere.
     attention: Literal["auto", "xla", "cudnn"] = "auto"
-    # Rematerialisation of layers and core steps: none keeps all activations; dots keeps matrix
-    # products; full keeps the inputs of layers only.
+    # Rematerialisation of each layer: none keeps all activations; dots keeps matrix products; full
+    # keeps the layer's input only.
     remat: Literal["none", "dots", "full"] = "full"
     # Storage type of the weights.
     param_dtype: Dtype = "float32"
@@ -335,7 +337,8 @@ class CheckpointConfig:
 
     # Updates between checkpoints; the end of the run and an interruption always save.
     every: Positive = 500
-    # Newest checkpoints kept; the one with the best validation loss is kept beside them.
+    # Newest checkpoints kept. Beside them stays the one with the best validation loss, of those
+    # that were evaluated at their own update (see evaluation.every).
     keep: Positive = 2
 
 
@@ -389,10 +392,17 @@ def check_horizon(config: Config, updates: int) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the scalars of YAML 1.2's core schema, refusing repeated keys."""
+    """YAML with the scalars of YAML 1.2's core schema, refusing repeated keys and tags."""
 
     # None of YAML 1.1's guesses about scalars; those of YAML 1.2 are added below.
     yaml_implicit_resolvers: typing.ClassVar[dict] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if getattr(event, "anchor", None) or getattr(event, "tag", None):
+            problem = "anchors, aliases and tags (& * !) are not supported; write the value out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: dict[Any, int] = {}
@@ -419,8 +429,12 @@ class _Loader(yaml.SafeLoader):
 
 _INTEGER = re.compile(r"^[-+]?(0|[1-9][0-9]*)$")
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(null|~|)$"), ["n", "~", ""])
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:null", re.compile(r"^(null|Null|NULL|~|)$"), ["n", "N", "~", ""]
+)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 # YAML 1.1's own number constructors read 012 as octal and 3:20 in base 60.
@@ -428,10 +442,17 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.v
 _Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(node.value))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes exactly the text that :class:`_Loader` would read as something else."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
 def _parse_yaml(text: str, source: str) -> tuple[Any, dict[str, int]]:
     """Return the value of a YAML text and the line of each dotted key."""
-    loader = _Loader(text)
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return {}, {}
@@ -449,10 +470,11 @@ def _parse_yaml(text: str, source: str) -> tuple[Any, dict[str, int]]:
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{source}{line}: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{source}: not YAML ({' '.join(str(error).split())})") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{source}: not valid YAML ({' '.join(str(error).split())})") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _merge(
@@ -526,21 +548,23 @@ def _describe(error: Any, where: dict[str, str]) -> str:
         files = f"{', '.join({p.split(':')[0] for p in places})}: " if places else ""
         return f"{files}{section}{error['ctx']['error']}"
     message = error["msg"][:1].lower() + error["msg"][1:]
-    return f"{prefix}'{dotted}' is {json.dumps(error['input'])}: {message}"
+    message = message.removeprefix("input should be ")
+    if error["type"] == "string_type" and not isinstance(error["input"], (dict, list, type(None))):
+        message += "; put it in quotes"
+    item = "".join(f"[{part}]" for part in error["loc"] if isinstance(part, int))
+    return f"{prefix}'{dotted}{item}' is {json.dumps(error['input'])}: should be {message}"
 
 
 def _explain(error: ValidationError, where: dict[str, str]) -> str:
-    by_key: dict[str, list[str]] = {}
+    lines: dict[str, str] = {}
     for item in error.errors(include_url=False):
         line = _describe(item, where)
-        by_key.setdefault(line.rsplit("' is ", 1)[0], []).append(line)
-    lines = []
-    for group in by_key.values():
-        # The members of a union each complain; say them in one line.
-        head = group[0]
-        tails = [line.rsplit(": ", 1)[1] for line in group[1:]]
-        lines.append(" or ".join([head, *dict.fromkeys(tails)]))
-    return "\n".join(lines)
+        subject, found, message = line.partition(": should be ")
+        if found and subject in lines:  # the members of a union each complain; say so in one line
+            lines[subject] += f", or {message}"
+        else:
+            lines[subject if found else line] = line
+    return "\n".join(lines.values())
 
 
 def from_tree(tree: dict[str, Any], where: dict[str, str] | None = None) -> Config:
@@ -603,4 +627,4 @@ def to_tree(config: Config) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """The configuration as YAML that :func:`load` reads back to an equal Config."""
-    return yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(to_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

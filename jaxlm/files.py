@@ -1,10 +1,43 @@
 """Files that are either whole or absent."""
 
+import fcntl
 import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from jaxlm.errors import UserError
+
+
+class Lock:
+    """An exclusive lock on a file that the kernel releases however the process ends.
+
+    Args:
+        path: the lock file; created and left in place.
+        busy: message for the :class:`UserError` where another process holds the lock.
+    """
+
+    def __init__(self, path: Path, busy: str):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise UserError(busy) from None
+
+    def __enter__(self) -> "Lock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def sync_file(path: Path) -> None:
+    """Make a written file's contents survive a power failure."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sha256_of(path: Path) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from jaxlm.cli import run_script
 from jaxlm.console import console, progress
 from jaxlm.data.pipeline import rows_of
-from jaxlm.data.shards import DataDirectory
 from jaxlm.errors import UserError
 from jaxlm.evaluation.evaluate import evaluate, number_of_batches, unigram_cross_entropy
 from jaxlm.evaluation.report import evaluation_json, evaluation_table
@@ -37,6 +36,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     arguments = parser.parse_args()
 
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise UserError(f"--json: the folder {arguments.json.parent} does not exist")
     run = load_run(arguments.run, arguments.update)
     config = run.config
     try:
@@ -45,7 +46,7 @@ def main() -> int:
         raise UserError(
             f"--depths: expected numbers from 1 like 1,3,6, found '{arguments.depths}'"
         ) from None
-    data = DataDirectory(Path(config.data.directory))
+    data = run.data
     rows = rows_of(data.stream("validation"), config.data)
     recurrent = config.model.kind == "recurrent"
     batches = number_of_batches(

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.cli import run_script
-from jaxlm.data.shards import DataDirectory
 from jaxlm.data.tokenizer import read_tokenizer
 from jaxlm.errors import UserError
 from jaxlm.evaluation.generate import generate
@@ -25,7 +24,7 @@ def main() -> int:
     )
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run")
     parser.add_argument("--update", type=int, metavar="N", help="checkpoint; default the newest")
-    parser.add_argument("--prompt", default="", help="text to continue; empty starts a document")
+    parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--depth", type=int, help="core steps; default the mean training depth")
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="new tokens; default fills the context"
@@ -40,14 +39,15 @@ def main() -> int:
     arguments = parser.parse_args()
 
     run = load_run(arguments.run, arguments.update)
-    data = DataDirectory(Path(run.config.data.directory))
+    data = run.data
     path = data.tokenizer_path()
     if path is None:
         raise UserError(f"{data.directory}: has no tokenizer.json, so there is no text to generate")
-    tokenizer = read_tokenizer(path, run.config.prepare.end_token)
-    prompt = tokenizer.encode([arguments.prompt])[0] if arguments.prompt else np.zeros(0, np.int64)
-    if prompt.size == 0:  # a new document starts after the end of another
-        prompt = np.array([tokenizer.end_id])
+    tokenizer = read_tokenizer(path, data.manifest["end_token"])
+    prompt = tokenizer.encode([arguments.prompt])[0]
+    if prompt.size == 0:
+        # Training never shows what follows the end of a document: documents are kept apart.
+        raise UserError("--prompt: is empty; give the model some text to continue")
     context = run.config.data.sequence_length
     new = context - prompt.size if arguments.tokens is None else arguments.tokens
     if new < 1 or prompt.size + new > context:

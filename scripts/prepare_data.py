@@ -10,7 +10,7 @@ from jaxlm.data.prepare import prepare
 
 def main() -> int:
     """Prepare the data of a configuration and say what is there."""
-    config = config_from(parser(__doc__).parse_args())
+    config = config_from(parser(__doc__).parse_intermixed_args())
     data = prepare(config)
     for name, split in data.manifest["splits"].items():
         console().print(

@@ -17,7 +17,7 @@ def main() -> int:
         help="continue although horizon, schedule, learning rate or depth distribution changed; "
         "the change is recorded in the run",
     )
-    parsed = arguments.parse_args()
+    parsed = arguments.parse_intermixed_args()
     return train(config_from(parsed), parsed.allow_changes)
 
 

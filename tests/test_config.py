@@ -46,7 +46,7 @@ WRONG = {
     "no clipping by zero": ("optim: {max_norm: 0}", "'optim.max_norm'", "greater than 0"),
     "unknown choice": ("model: {norm: post}", "'model.norm'", "'pre' or 'sandwich'"),
     "zero depth": ("depth: {backprop: 0}", "'depth.backprop'", "or"),
-    "bad list item": ("evaluation: {depths: [1, x]}", "'evaluation.depths'", "valid integer"),
+    "bad list item": ("evaluation: {depths: [1, x]}", "'evaluation.depths[1]'", "valid integer"),
     "empty list": ("evaluation: {depths: []}", "'evaluation.depths'", "at least 1 item"),
     "heads not dividing width": ("model: {width: 64, heads: 7}", "model: width (64)", "heads (7)"),
     "odd head size": ("model: {width: 21, heads: 7}", "model:", "even head size"),
@@ -63,6 +63,12 @@ WRONG = {
     ),
     "not a mapping": ("- 1\n- 2", "expected settings", "list"),
     "not YAML": ("model: [", ":1:", "expected"),
+    "a tag": ("run: {name: !!binary aGk=}", ":1:", "not supported"),
+    "an alias": ("model: &a {width: *a}", ":1:", "not supported"),
+    "an anchor": ("run: &x {seed: 1}", ":1:", "not supported"),
+    "a NUL byte": ("run: {name: a\0b}", "not valid YAML", "special characters"),
+    "a huge seed": ("run: {seed: 4294967296}", "'run.seed'", "less than 4294967296"),
+    "a bad item": ("prepare: {inputs: [a, 1]}", "'prepare.inputs[1]' is 1", "in quotes"),
     "path as a name": ("run: {name: ../other}", "'run.name'", "match pattern"),
 }
 
@@ -146,6 +152,10 @@ def test_resolved_configuration_reads_back_equal(tmp_path):
     path = tmp_path / "resolved.yaml"
     path.write_text(to_yaml(config))
     assert load([path]) == config
+    for name in ("1e-4", "1e5", "no", "012", "null", "true", "3.14", "2026-01-01"):
+        named = load([], [f"run.name='{name}'"])
+        path.write_text(to_yaml(named))
+        assert load([path]) == named
     assert to_tree(config)["run"]["name"] == "012"
 
 

@@ -45,7 +45,9 @@ def _row(tokens: np.ndarray, starts: np.ndarray, length: int, block: int) -> Row
 
 
 class PackedRows:
-    """Row i is tokens [i T, i T + T] of the stream: every token but the first is a target once.
+    """Row i is tokens [i T, i T + T] of the stream: every token but the first is predicted once.
+
+    (Predictions across documents carry no loss: the first token of a document is never a target.)
 
     The last row is padded. Documents are told apart by segment ids; a document that began in an
     earlier row starts again at position 0.

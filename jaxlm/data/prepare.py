@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pydantic
 
 from jaxlm.config import Config, PrepareConfig
@@ -14,6 +15,7 @@ from jaxlm.data.shards import DataDirectory, ShardWriter
 from jaxlm.data.text import find_inputs, read_document
 from jaxlm.data.tokenizer import Tokenizer, read_tokenizer, train_tokenizer
 from jaxlm.errors import UserError
+from jaxlm.files import sha256_of
 
 # Documents that are read and encoded together.
 BATCH_DOCUMENTS = 256
@@ -34,14 +36,19 @@ def _batches(paths: list[Path]) -> Iterator[list[str]]:
 
 
 def _settings(prepare: PrepareConfig) -> dict[str, Any]:
-    return typing.cast(
+    """What the tokens depend on: the settings, and the tokenizer file's contents."""
+    settings = typing.cast(
         dict[str, Any], pydantic.TypeAdapter(PrepareConfig).dump_python(prepare, mode="json")
     )
+    if prepare.tokenizer is not None and Path(prepare.tokenizer).is_file():
+        settings["tokenizer"] = sha256_of(Path(prepare.tokenizer))
+    return settings
 
 
-def _training_texts(paths: list[Path], fraction: float) -> Iterator[str]:
-    for texts in tracked(_batches(paths), "Reading", -(-len(paths) // BATCH_DOCUMENTS)):
-        yield from (text for text in texts if not is_validation(text, fraction))
+def _sources(paths: list[Path]) -> str:
+    """A digest of the input files' names and sizes, which costs no reading."""
+    names = sorted(f"{path.name} {path.stat().st_size}" for path in paths)
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 def prepare(config: Config) -> DataDirectory:
@@ -52,12 +59,12 @@ def prepare(config: Config) -> DataDirectory:
 
     Raises:
         UserError: no inputs, an unreadable input, an empty split, or a directory that was prepared
-            with other settings.
+            with other settings or from other files.
     """
     settings, directory = config.prepare, Path(config.data.directory)
     if directory.exists():
         data = DataDirectory(directory)
-        _check_settings(data, settings)
+        _check_source(data, settings)
         return data
     if not settings.inputs:
         raise UserError(
@@ -65,61 +72,101 @@ def prepare(config: Config) -> DataDirectory:
             f"name the text files, or a directory of prepared data"
         )
     paths = find_inputs(settings.inputs)
-    fraction = settings.validation_fraction
+    documents = _count_documents(paths, settings.validation_fraction)
     if settings.tokenizer is not None:
         tokenizer = read_tokenizer(Path(settings.tokenizer), settings.end_token)
     else:
-        tokenizer = train_tokenizer(_training_texts(paths, fraction), settings.vocabulary_size)
-    _write(directory, settings, paths, tokenizer)
+        texts = (
+            text
+            for batch in _batches(paths)
+            for text in batch
+            if not is_validation(text, settings.validation_fraction)
+        )
+        tokenizer = train_tokenizer(texts, settings.vocabulary_size, settings.end_token)
+    _write(directory, settings, paths, documents, tokenizer)
     return DataDirectory(directory)
 
 
+def _count_documents(paths: list[Path], fraction: float) -> dict[str, int]:
+    """Read everything once, before the long work, and count where documents will go."""
+    counts = {"in": len(paths), "train": 0, "validation": 0, "skipped_empty": 0}
+    for texts in tracked(_batches(paths), "Reading", -(-len(paths) // BATCH_DOCUMENTS)):
+        for text in texts:
+            if not text.strip():
+                counts["skipped_empty"] += 1
+            else:
+                counts["validation" if is_validation(text, fraction) else "train"] += 1
+    kept = counts["train"] + counts["validation"]
+    if kept < 2:
+        raise UserError(
+            f"prepare.inputs: {kept} of {len(paths)} files hold text; at least two documents are "
+            f"needed, one to train on and one to validate with (split a large file into documents)"
+        )
+    for split in ("train", "validation"):
+        if counts[split] == 0:
+            raise UserError(
+                f"no document of {kept} falls into {split} at prepare.validation_fraction "
+                f"{fraction:g}; {'lower' if split == 'train' else 'raise'} it"
+            )
+    return counts
+
+
 def _write(
-    directory: Path, settings: PrepareConfig, paths: list[Path], tokenizer: Tokenizer
+    directory: Path,
+    settings: PrepareConfig,
+    paths: list[Path],
+    documents: dict[str, int],
+    tokenizer: Tokenizer,
 ) -> None:
+    token_bytes = tokenizer.token_bytes()
     writer = ShardWriter(
         directory,
         vocabulary_size=tokenizer.vocabulary_size,
         end_id=tokenizer.end_id,
+        end_token=tokenizer.end_token,
         shard_tokens=settings.shard_tokens,
         tokenizer_json=tokenizer.to_json(),
-        token_bytes=tokenizer.token_bytes(),
-        source={"settings": _settings(settings)},
+        token_bytes=token_bytes,
+        # Every document that came in is accounted for.
+        source={"settings": _settings(settings), "files": _sources(paths), "documents": documents},
     )
-    kept = {"train": 0, "validation": 0}
+    written = {"train": 0, "validation": 0}
     with writer:
         for texts in tracked(_batches(paths), "Tokenizing", -(-len(paths) // BATCH_DOCUMENTS)):
             texts = [text for text in texts if text.strip()]
             for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
                 held_out = is_validation(text, settings.validation_fraction)
                 split = "validation" if held_out else "train"
-                writer.add(split, [*ids, tokenizer.end_id], len(text.encode("utf-8")))
-                kept[split] += 1
-        for split, documents in kept.items():
-            if documents == 0:
-                raise UserError(
-                    f"no document of {len(paths)} falls into {split} at "
-                    f"prepare.validation_fraction {settings.validation_fraction:g}; change it"
-                )
-        # Every document that came in is accounted for.
-        writer.manifest["source"]["documents"] = {
-            "in": len(paths),
-            "kept": sum(kept.values()),
-            "skipped_empty": len(paths) - sum(kept.values()),
-        }
+                size = len(text.encode("utf-8"))
+                if token_bytes is not None and token_bytes[ids].sum() != size:
+                    # The tokenizer changes text: bytes of tokens are not bytes of the text.
+                    token_bytes = None
+                    writer.drop_token_bytes()
+                writer.add(split, np.append(ids, tokenizer.end_id), size)
+                written[split] += 1
+        if any(written[split] != documents[split] for split in written):
+            raise UserError(f"{directory}: the input files changed while they were read; try again")
 
 
-def _check_settings(data: DataDirectory, settings: PrepareConfig) -> None:
-    stored = data.manifest["source"].get("settings")
-    if stored is None or not settings.inputs:
+def _check_source(data: DataDirectory, settings: PrepareConfig) -> None:
+    stored = data.manifest["source"]
+    if "settings" not in stored or not settings.inputs:
         return  # data that was made elsewhere, or is only to be read
     wanted = _settings(settings)
-    different = [key for key in wanted if stored.get(key) != wanted[key]]
+    different = [
+        f"prepare.{key} was {stored['settings'][key]!r}, is {wanted[key]!r}"
+        for key in stored["settings"]
+        if stored["settings"][key] != wanted.get(key)
+    ]
+    if not different:
+        try:
+            paths = find_inputs(settings.inputs)
+        except UserError:
+            return  # the sources are gone; the data stands for itself
+        if _sources(paths) != stored["files"]:
+            different = ["files behind prepare.inputs were added, removed or changed in size"]
     if different:
-        detail = "; ".join(
-            f"prepare.{k} was {stored.get(k)!r}, is {wanted[k]!r}" for k in different
-        )
         raise UserError(
-            f"{data.directory}: was prepared with other settings ({detail}); remove the directory, "
-            f"or set data.directory to a new one"
+            f"{data.directory}: was prepared differently ({'; '.join(different)}); remove the "
+            f"directory, or set data.directory to a new one"
         )

@@ -23,9 +23,11 @@ from typing import Any
 import numpy as np
 
 from jaxlm.errors import UserError
-from jaxlm.files import sha256_of, sync_directory, write_atomically, write_json
+from jaxlm.files import Lock, sha256_of, sync_directory, sync_file, write_atomically, write_json
 
 FORMAT = 1
+_MANIFEST_KEYS = {"vocabulary_size", "dtype", "end_id", "end_token", "normalization", "tokenizer"}
+_MANIFEST_KEYS |= {"token_bytes", "source", "splits"}
 SPLITS = ("train", "validation")
 
 
@@ -35,6 +37,8 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
 
 
 def _file_entry(path: Path) -> dict[str, Any]:
+    """Sync a file that was just written, and describe it."""
+    sync_file(path)
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
@@ -93,11 +97,13 @@ class _SplitWriter:
             self._write_shard()
         counts_path = self.directory / "counts.npy"
         np.save(counts_path, self.counts)
+        counts = _file_entry(counts_path)
+        sync_directory(self.directory)
         return {
             "tokens": sum(shard["tokens"] for shard in self.shards),
             "documents": self.documents,
             "text_bytes": self.text_bytes,
-            "counts": _file_entry(counts_path),
+            "counts": counts,
             "shards": self.shards,
         }
 
@@ -112,6 +118,7 @@ class ShardWriter:
         directory: the data directory, which must not exist yet.
         vocabulary_size: entries; decides between 16 and 32 bits a token.
         end_id: id of the token that ends a document.
+        end_token: how that token is written, where there is a tokenizer.
         shard_tokens: a shard is closed once it holds this many tokens.
         tokenizer_json: text of tokenizer.json, if there is one.
         token_bytes: [V] int32, bytes each token stands for, if known.
@@ -124,6 +131,7 @@ class ShardWriter:
         *,
         vocabulary_size: int,
         end_id: int,
+        end_token: str | None = None,
         shard_tokens: int = 2**26,
         tokenizer_json: str | None = None,
         token_bytes: np.ndarray | None = None,
@@ -131,6 +139,10 @@ class ShardWriter:
     ):
         if directory.exists():
             raise UserError(f"{directory}: exists already; remove it, or choose another directory")
+        self._lock = Lock(
+            directory.with_name(directory.name + ".lock"),
+            f"{directory}: is being prepared by another process; wait for it",
+        )
         self.final = directory
         self.building = directory.with_name(directory.name + ".building")
         shutil.rmtree(self.building, ignore_errors=True)  # what a killed preparation left
@@ -140,6 +152,7 @@ class ShardWriter:
             "vocabulary_size": vocabulary_size,
             "dtype": token_dtype(vocabulary_size).name,
             "end_id": end_id,
+            "end_token": end_token,
             "normalization": "none",
             "tokenizer": None,
             "token_bytes": None,
@@ -162,13 +175,23 @@ class ShardWriter:
         """Append a document's token ids, its end token included if it is to have one."""
         self._splits[split].add(np.asarray(ids, np.int64), text_bytes)
 
+    def drop_token_bytes(self) -> None:
+        """Leave the bytes of tokens unknown: they do not add up to the text's."""
+        (self.building / "token_bytes.npy").unlink()
+        self.manifest["token_bytes"] = None
+
     def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            shutil.rmtree(self.building)
-            return
+        with self._lock:
+            try:
+                if kind is None:
+                    self._finish()
+            finally:
+                shutil.rmtree(self.building, ignore_errors=True)
+
+    def _finish(self) -> None:
         self.manifest["splits"] = {name: split.close() for name, split in self._splits.items()}
         write_json(self.building / "manifest.json", self.manifest)
         self.building.rename(self.final)
@@ -226,11 +249,17 @@ class DataDirectory:
             raise UserError(f"{directory}: holds no prepared data (no manifest.json)")
         try:
             manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise UserError(f"{manifest_path}: damaged ({error}); prepare the data again") from None
-        if manifest.get("format") != FORMAT:
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            found = manifest.get("format") if isinstance(manifest, dict) else None
             raise UserError(
-                f"{manifest_path}: format {manifest.get('format')!r}, expected {FORMAT}; "
+                f"{manifest_path}: format {found!r}, expected {FORMAT}; prepare the data again"
+            )
+        missing = _MANIFEST_KEYS - manifest.keys()
+        if missing or set(manifest["splits"]) != set(SPLITS):
+            raise UserError(
+                f"{manifest_path}: damaged (lacks {', '.join(sorted(missing)) or 'a split'}); "
                 f"prepare the data again"
             )
         self.directory = directory
@@ -260,7 +289,7 @@ class DataDirectory:
         fields["vocabulary"] = f"{self.vocabulary_size} entries, end {self.end_id}"
         return fields
 
-    def _load(self, folder: Path, entry: dict[str, Any], dtype: str) -> np.ndarray:
+    def _checked(self, folder: Path, entry: dict[str, Any]) -> Path:
         path = folder / entry["file"]
         if not path.is_file():
             raise UserError(f"{path}: missing, though manifest.json lists it")
@@ -269,6 +298,10 @@ class DataDirectory:
             raise UserError(f"{path}: {size} bytes, expected {entry['bytes']}; prepare again")
         if self._verify and sha256_of(path) != entry["sha256"]:
             raise UserError(f"{path}: damaged (checksum differs); prepare the data again")
+        return path
+
+    def _load(self, folder: Path, entry: dict[str, Any], dtype: str) -> np.ndarray:
+        path = self._checked(folder, entry)
         array = np.load(path, mmap_mode="r")
         if array.dtype != np.dtype(dtype):
             raise UserError(f"{path}: holds {array.dtype}, the manifest says {dtype}")
@@ -295,4 +328,5 @@ class DataDirectory:
 
     def tokenizer_path(self) -> Path | None:
         """The tokenizer.json that made the tokens, if any."""
-        return self.directory / "tokenizer.json" if self.manifest["tokenizer"] else None
+        entry = self.manifest["tokenizer"]
+        return None if entry is None else self._checked(self.directory, entry)

@@ -11,8 +11,14 @@ from jaxlm.errors import UserError
 PACKAGE = "package:"
 
 
+# Formats that hold many documents a file, or packed bytes: not plain text.
+_OTHER_FORMATS = (".json", ".jsonl", ".parquet", ".gz", ".zst", ".bz2", ".xz", ".zip")
+
+
 def _package_files(spec: str) -> list[Path]:
     name, _, pattern = spec.removeprefix(PACKAGE).partition("/")
+    if not name or not pattern:
+        raise UserError(f"prepare.inputs: '{spec}' is not of the form package:NAME/GLOB")
     try:
         files = importlib.metadata.files(name) or []
     except importlib.metadata.PackageNotFoundError:
@@ -23,21 +29,33 @@ def _package_files(spec: str) -> list[Path]:
     return [Path(str(file.locate())) for file in files if fnmatch.fnmatchcase(str(file), pattern)]
 
 
+def _matching(spec: str) -> list[Path]:
+    if spec.startswith(PACKAGE):
+        return _package_files(spec)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        raise UserError(f"prepare.inputs: '{spec}' is a directory; write {spec}/**/*.txt")
+    # A file's own name may hold the signs of a glob.
+    return [path] if path.exists() else [Path(m) for m in glob.glob(str(path), recursive=True)]
+
+
 def find_inputs(inputs: Sequence[str]) -> list[Path]:
-    """Resolve files, globs and ``package:NAME/GLOB`` to files, each once, in sorted order.
+    """Resolve files, globs and ``package:NAME/GLOB`` to text files, each once, in sorted order.
 
     Raises:
-        UserError: an input that matches no file.
+        UserError: an input that matches no file, or a file that is not plain text by its name.
     """
     found: dict[Path, None] = {}
     for spec in inputs:
-        if spec.startswith(PACKAGE):
-            paths = _package_files(spec)
-        else:
-            paths = [Path(match) for match in glob.glob(spec, recursive=True)]
-        paths = sorted(path for path in paths if path.is_file())
+        paths = sorted(path.resolve() for path in _matching(spec) if path.is_file())
         if not paths:
             raise UserError(f"prepare.inputs: '{spec}' matches no file")
+        for path in paths:
+            if path.suffix.lower() in _OTHER_FORMATS:
+                raise UserError(
+                    f"{path}: only plain text is read, one document a file; "
+                    f"write each document of it into a .txt file"
+                )
         found |= dict.fromkeys(paths)
     return list(found)
 

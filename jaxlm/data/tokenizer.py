@@ -38,6 +38,7 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
+        self.end_token = end_token
         self.end_id: int = end_id
         self.vocabulary_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
@@ -53,15 +54,19 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray | None:
         """UTF-8 bytes each token stands for, [V] int32; special tokens stand for none.
 
-        None where the tokenizer is not byte-level, so that single tokens have no byte count.
+        None where the tokenizer is not byte-level, so that single tokens have no byte count. A
+        tokenizer that changes the text (normalizer, added space) makes the sum over a text differ
+        from its bytes; whoever has both must compare them.
         """
         if not isinstance(self._backend.decoder, decoders.ByteLevel):
             return None
         # In a byte-level vocabulary each character of an entry is one byte.
         lengths = np.zeros(self.vocabulary_size, np.int32)
-        special = {i for i, t in self._backend.get_added_tokens_decoder().items() if t.special}
+        added = self._backend.get_added_tokens_decoder()
         for token, i in self._backend.get_vocab(with_added_tokens=True).items():
-            lengths[i] = 0 if i in special else len(token)
+            lengths[i] = len(token)
+        for i, token in added.items():  # these are stored as plain text
+            lengths[i] = 0 if token.special else len(token.content.encode("utf-8"))
         return lengths
 
     def to_json(self) -> str:
@@ -84,12 +89,15 @@ def read_tokenizer(path: Path, end_token: str = END_OF_TEXT) -> Tokenizer:
     return Tokenizer(backend, end_token, str(path))
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str], vocabulary_size: int, end_token: str = END_OF_TEXT
+) -> Tokenizer:
     """Train a byte-level BPE: any text can be encoded, and decodes to itself.
 
     Args:
         texts: training documents.
         vocabulary_size: entries in all: the end token, 256 bytes, and merges.
+        end_token: the entry that ends a document.
 
     Raises:
         UserError: the text is too small for so many entries.
@@ -99,7 +107,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[end_token],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -109,4 +117,4 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
             f"prepare.vocabulary_size is {vocabulary_size}, but the text gives only "
             f"{backend.get_vocab_size()} entries; lower it, or add text"
         )
-    return Tokenizer(backend, END_OF_TEXT, "the trained tokenizer")
+    return Tokenizer(backend, end_token, "the trained tokenizer")

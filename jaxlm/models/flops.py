@@ -19,7 +19,8 @@ class FlopsPerToken:
     forward: float
     # Backward pass: twice the forward pass of what carries gradient.
     backward: float
-    # The part of the forward pass that full rematerialisation does again.
+    # What full rematerialisation computes again: layers with gradient but for their last product,
+    # whose result nothing needs, and the loss's logits.
     recomputed: float
 
     @property
@@ -61,16 +62,20 @@ def flops_per_token(
         backprop_depth: core steps with gradient k, or their mean.
 
     Returns:
-        Operations of the forward pass, the backward pass and full rematerialisation. The chunked
-        loss recomputes its logits as well.
+        Operations of the forward pass, the backward pass and full rematerialisation.
     """
     layer = layer_flops(config, attended)
     head = 2.0 * config.width * config.vocabulary
+    last_product = 2.0 * config.width * config.feed_forward
     if config.kind == "transformer":
-        once = config.transformer.layers * layer
-        return FlopsPerToken(once + head, 2 * (once + head), once + head)
+        layers = config.transformer.layers
+        once = layers * layer + head
+        return FlopsPerToken(once, 2 * once, once - layers * last_product)
     parts = config.recurrent
     once = (parts.prelude_layers + parts.coda_layers) * layer
-    core = parts.core_layers * layer + injection_flops(config)
+    injection = injection_flops(config)
+    core = parts.core_layers * layer + injection
     with_gradient = once + backprop_depth * core + head
-    return FlopsPerToken(once + depth * core + head, 2 * with_gradient, with_gradient)
+    layers = parts.prelude_layers + parts.coda_layers + backprop_depth * parts.core_layers
+    recomputed = with_gradient - layers * last_product - backprop_depth * injection
+    return FlopsPerToken(once + depth * core + head, 2 * with_gradient, recomputed)

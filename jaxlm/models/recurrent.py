@@ -27,7 +27,7 @@ from jaxlm.models.layers import (
     rotary_angles,
     truncated_normal,
 )
-from jaxlm.models.stack import Stack, rematerialise
+from jaxlm.models.stack import Stack
 
 # Purposes that random keys of a row are folded with; core step i uses FIRST_STEP + i.
 EMBEDDING_DROPOUT, INITIAL_STATE, LAYERS, FIRST_STEP = 0, 1, 2, 3
@@ -52,7 +52,9 @@ class DiagonalInjection(nnx.Module):
         wide = jnp.promote_types(s_BTD.dtype, jnp.float32)
         step = jax.nn.softplus(self.step_size[...].astype(wide))
         decay = jnp.exp(-step * jnp.exp(self.log_rate[...].astype(wide)))
-        return s_BTD * decay.astype(s_BTD.dtype) + self.input(e_BTD) * step.astype(s_BTD.dtype)
+        # Wide products: a decay above 0.998 would round to 1 in bfloat16.
+        mixed_BTD = s_BTD.astype(wide) * decay + self.input(e_BTD).astype(wide) * step
+        return mixed_BTD.astype(s_BTD.dtype)
 
 
 class ConcatInjection(nnx.Module):
@@ -195,7 +197,8 @@ class RecurrentDepthLM(nnx.Module):
 
             return jax.lax.cond(j < backprop_depth, advance, lambda s: s, s_BTD), None
 
-        gradient_step = rematerialise(gradient_step, config.remat)
+        # Rematerialisation is per layer, inside the core's stack: around the step as well it would
+        # compute everything once more to save k * (core layers - 1) layer inputs.
         s_BTD, _ = jax.lax.scan(gradient_step, s_BTD, jnp.arange(max_backprop_depth))
 
         return self.final_norm(self.coda(s_BTD, mask, angles, layer_keys))

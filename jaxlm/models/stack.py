@@ -11,7 +11,7 @@ from jaxlm.config import ModelConfig
 from jaxlm.models.layers import Block, fold_in
 
 
-def rematerialise(function: Any, remat: str) -> Any:
+def _rematerialise(function: Any, remat: str) -> Any:
     """Wrap a scan body so that its backward pass recomputes what `remat` does not keep."""
     if remat == "none":
         return function
@@ -50,5 +50,5 @@ class Stack(nnx.Module):
             return nnx.merge(graph, layer_params)(x_BTD, mask, angles, layer_keys), None
 
         layer_ids = self.first_layer + jnp.arange(self.layers)
-        x_BTD, _ = jax.lax.scan(rematerialise(layer, self.remat), x_BTD, (params, layer_ids))
+        x_BTD, _ = jax.lax.scan(_rematerialise(layer, self.remat), x_BTD, (params, layer_ids))
         return x_BTD

@@ -28,9 +28,11 @@ class Checkpoints:
     Args:
         directory: where they are; created if absent.
         keep: how many of the newest are kept, beside the one with the best validation loss.
+        read_only: look only. Nothing is created, and what another process is just writing is left
+            alone; a writer removes what a killed one left unfinished.
     """
 
-    def __init__(self, directory: Path, keep: int = 1):
+    def __init__(self, directory: Path, keep: int = 1, read_only: bool = False):
         policies = ocp.training.preservation_policies
         best = policies.BestN(
             get_metric_fn=lambda metrics: metrics[_VALIDATION],
@@ -39,6 +41,8 @@ class Checkpoints:
             keep_checkpoints_without_metrics=False,
         )
         self.directory = directory
+        if read_only and not directory.is_dir():
+            raise UserError(f"{directory}: no checkpoint has been saved yet")
         # Orbax annotates its policies with a class that its own policies do not accept.
         every: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
         kept: Any = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
@@ -46,7 +50,7 @@ class Checkpoints:
             str(directory.absolute()),
             save_decision_policy=every,
             preservation_policy=kept,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -150,5 +154,6 @@ class Checkpoints:
         except KeyError as error:  # Orbax's NoEntryError, whatever went wrong
             raise RuntimeError(
                 f"{self.directory / str(update)}: cannot be read as the state of this "
-                f"configuration: {error.__cause__ or error}"
+                f"configuration; if it is damaged, move it away and the same command continues "
+                f"from the checkpoint before it ({error.__cause__ or error})"
             ) from error

@@ -6,9 +6,11 @@ from pathlib import Path
 import jax
 
 from jaxlm.config import Config, load
+from jaxlm.data.shards import DataDirectory
 from jaxlm.errors import UserError
 from jaxlm.models.build import Params
 from jaxlm.training.checkpoint import Checkpoints
+from jaxlm.training.resume import data_changes
 from jaxlm.training.step import init_state, step_spec
 
 
@@ -22,6 +24,8 @@ class LoadedRun:
     update: int
     # Parameters on the default device.
     params: Params
+    # The data it was trained on, compared by fingerprint.
+    data: DataDirectory
 
 
 def load_resolved(directory: Path) -> Config:
@@ -39,13 +43,22 @@ def load_run(directory: Path, update: int | None = None) -> LoadedRun:
         update: which checkpoint; None takes the newest.
 
     Raises:
-        UserError: no run there, or no such checkpoint.
+        UserError: no run there, no such checkpoint, or data that is not the run's.
     """
     config = load_resolved(directory)
     assert config.training.updates is not None
     spec = step_spec(config, config.model.vocabulary, config.training.updates)
     abstract = jax.eval_shape(lambda: init_state(spec)).params
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with Checkpoints(directory / "checkpoints", config.checkpoint.keep) as checkpoints:
+    with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
         found = checkpoints.find(update)
-        return LoadedRun(config, found, checkpoints.restore_params(found, abstract, sharding))
+        params = checkpoints.restore_params(found, abstract, sharding)
+        fingerprint = checkpoints.metadata(found)["data_fingerprint"]
+    data = DataDirectory(Path(config.data.directory))
+    changes = data_changes(fingerprint, data.fingerprint)
+    if changes:
+        raise UserError(
+            f"{data.directory}: is not the data that {directory} was trained on:\n"
+            + "\n".join(changes)
+        )
+    return LoadedRun(config, found, params, data)

@@ -34,7 +34,7 @@ from jaxlm.evaluation.evaluate import (
     unigram_cross_entropy,
 )
 from jaxlm.evaluation.report import evaluation_json, evaluation_table, write_report
-from jaxlm.files import write_atomically
+from jaxlm.files import Lock, write_atomically
 from jaxlm.memory.devices import peak_flops
 from jaxlm.models.depth import draw_depth
 from jaxlm.models.flops import flops_per_token
@@ -78,14 +78,14 @@ class _Pending:
 
 
 class _Signals:
-    """SIGTERM and SIGINT finish the update in hand; a second Ctrl-C stops at once."""
+    """SIGTERM, SIGHUP and SIGINT finish the update in hand; a second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle both signals inside the block."""
+        """Handle the signals inside the block."""
 
         def handle(number: int, frame: object) -> None:
             del frame
@@ -97,7 +97,7 @@ class _Signals:
                 flush=True,
             )
 
-        handled = (signal.SIGTERM, signal.SIGINT)
+        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         previous = {number: signal.signal(number, handle) for number in handled}
         try:
             yield
@@ -160,31 +160,63 @@ class Run:
         self.updates = config.training.updates
         self.spec: StepSpec = step_spec(config, config.model.vocabulary, self.updates)
         self.directory = Path(config.run.directory) / config.run.name
-        self.directory.mkdir(parents=True, exist_ok=True)
         self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", config.checkpoint.keep)
-        self.iterator = device_iterator(
-            training_windows(
-                self.rows,
-                config.data,
-                config.training.micro_batches,
-                config.training.micro_batch_rows,
-            ),
-            config.data.prefetch,
-            self.sharding,
-        )
         self.progress = Progress()
         self._compile_once = CompileOnce("train_step")
+        self._peak_flops = peak_flops(jax.devices()[0].device_kind)
+        self._last_read = time.perf_counter()
+        self._data_seconds = 0.0
+        with contextlib.ExitStack() as stack:
+            self._open(stack, allow_changes)
+            self._open_resources = stack.pop_all()
+
+    def _open(self, stack: contextlib.ExitStack, allow_changes: bool) -> None:
+        """Open what has to be closed again, also when opening the rest fails."""
+        config = self.config
+        busy = f"{self.directory}: another process is training this run"
+        stack.enter_context(Lock(self.directory / "lock", busy))
+        self.checkpoints = stack.enter_context(
+            Checkpoints(self.directory / "checkpoints", config.checkpoint.keep)
+        )
+        windows = training_windows(
+            self.rows,
+            config.data,
+            config.training.micro_batches,
+            config.training.micro_batch_rows,
+        )
+        self.iterator = device_iterator(windows, config.data.prefetch, self.sharding)
+        stack.callback(self._close_iterator)
         latest = self.checkpoints.latest
+        self._changes: list[str] = []
+        self._resumed_at = latest or 0
         if latest is None:
+            self._refuse_to_start_over()
             self.state = jax.device_put(init_state(self.spec), self.sharding)
         else:
             self.state = self.restore(latest, allow_changes)
         write_atomically(self.directory / "config.yaml", to_yaml(config))
         self.log = RunLog(self.directory, self.progress.update, config.logging.tensorboard)
-        self._peak_flops = peak_flops(jax.devices()[0].device_kind)
-        self._last_read = time.perf_counter()
-        self._data_seconds = 0.0
+        stack.callback(self.log.close)
+
+    def _refuse_to_start_over(self) -> None:
+        """Starting anew empties the records: not where they say that checkpoints should be here."""
+        made = len(read_records(self.directory / METRICS))
+        if made >= self.config.checkpoint.every:
+            raise UserError(
+                f"{self.directory}: has the records of {made} updates but no checkpoint in "
+                f"{self.checkpoints.directory}; bring the checkpoints back (is a disk missing?), "
+                f"choose another run.name, or remove {self.directory} to start over"
+            )
+
+    def _close_iterator(self) -> None:
+        self.iterator.close()
+        # Grain's iterators complain when the interpreter, not the collector, ends them.
+        del self.iterator
+        gc.collect()
+
+    def close(self) -> None:
+        """Wait for pending saves; close files and threads; let another process continue."""
+        self._open_resources.close()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -200,9 +232,7 @@ class Run:
                 f"{self.directory}: cannot continue from update {update} with these changes; undo "
                 f"them, or choose another run.name:\n" + "\n".join(refused)
             )
-        if on_request:
-            with (self.directory / "changes.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"update": update, "changes": on_request}) + "\n")
+        self._changes = on_request
         self.progress = Progress(**metadata["progress"])
         self.iterator.set_state(metadata["data_position"])
         abstract = jax.eval_shape(lambda: init_state(self.spec))
@@ -219,6 +249,11 @@ class Run:
             "config": to_tree(self.config),
             "versions": versions,
         }
+        if self._changes:  # updates were made under them: now they are part of the run
+            record = {"update": self._resumed_at, "changes": self._changes}
+            with (self.directory / "changes.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            self._changes = []
         self.checkpoints.save(self.progress.update, self.state, metadata, validation)
 
     # ------------------------------------------------------------------ updates
@@ -228,7 +263,7 @@ class Run:
         update = self.progress.update
         began = time.perf_counter()
         window = next(self.iterator)
-        self._data_seconds = time.perf_counter() - began
+        self._data_seconds += time.perf_counter() - began
         depth = backprop_depth = None
         if self.config.model.kind == "recurrent":
             depth = draw_depth(self.config.depth, self.config.run.seed, update)
@@ -249,6 +284,7 @@ class Run:
         metrics = jax.device_get(pending.metrics)
         now = time.perf_counter()
         seconds, self._last_read = now - self._last_read, now
+        data_seconds, self._data_seconds = self._data_seconds, 0.0
         progress = self.progress
         target_tokens = int(metrics.target_tokens)
         progress.tokens += target_tokens
@@ -269,8 +305,8 @@ class Run:
             "backprop_depth": pending.backprop_depth,
             "tokens_per_second": tokens_per_second,
             "mfu": self._mfu(tokens_per_second, pending),
-            "data_wait_fraction": min(self._data_seconds / seconds, 1.0),
-            "memory_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+            "data_wait_fraction": data_seconds / seconds,
+            "peak_memory_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         }
         self.log.update(record)
         self.log.blocks(pending.update, np.asarray(metrics.blocks).tolist())
@@ -278,8 +314,8 @@ class Run:
         if progress.nonfinite_in_a_row >= limit:
             raise TooManyNonfiniteUpdatesError(
                 f"loss or gradient was not finite for {limit} updates in a row (up to update "
-                f"{pending.update}); the weights of the last finite update are in "
-                f"{self.checkpoints.directory}. Lower optim.learning_rate, or lengthen the warm-up"
+                f"{pending.update}); the checkpoints in {self.checkpoints.directory} hold finite "
+                f"weights of before. Lower optim.learning_rate, or lengthen the warm-up"
             )
         return record
 
@@ -294,7 +330,7 @@ class Run:
         return tokens_per_second * flops.training / self._peak_flops
 
     def validate(self, depths: tuple[int, ...], limit: int | None, title: str) -> list[Evaluation]:
-        """Evaluate the current weights and record the figures."""
+        """Evaluate the current weights, with a progress bar if it has a title."""
         settings = self.config.evaluation
         chosen = depths if self.config.model.kind == "recurrent" else depths[:1]
         batches = number_of_batches(self.validation_rows, limit, settings.batch_rows, chosen)
@@ -337,21 +373,17 @@ class Run:
                     validation = self._periodic_validation() if evaluating else None
                     if saving or signals.received is not None:
                         self.save(validation)
-                    self._last_read = time.perf_counter()
-        self.checkpoints.wait()
-        return signals.received if self.progress.update < self.updates else None
+                    self._last_read, self._data_seconds = time.perf_counter(), 0.0
+            self.checkpoints.wait()  # under the handlers: no signal may cut the last save short
+        return signals.received
 
-    def _periodic_validation(self) -> float:
+    def _periodic_validation(self) -> float | None:
         depth = round(self.config.depth.mean)
         evaluation = self.validate((depth,), self.config.evaluation.rows, "")[0]
-        self.log.evaluation(
-            {
-                "update": self.progress.update,
-                "tokens": self.progress.tokens,
-                **dataclasses.asdict(evaluation),
-            }
-        )
-        return evaluation.cross_entropy
+        figures = dataclasses.asdict(evaluation)
+        record = {"update": self.progress.update, "tokens": self.progress.tokens, **figures}
+        self.log.evaluation(_finite(record))
+        return _number(evaluation.cross_entropy)
 
     def _show(self, advance: Advance, record: dict[str, Any]) -> None:
         depth = "" if record["depth"] is None else f"  depth {record['depth']:2d}"
@@ -382,7 +414,7 @@ class Run:
         )
         written = write_report(
             self.directory,
-            report,
+            _finite(report),
             evaluations,
             read_records(self.directory / METRICS),
             read_records(self.directory / EVALUATIONS),
@@ -394,22 +426,16 @@ class Run:
         if "curves.png" not in written:
             screen.print("(curves.png needs matplotlib: pip install 'jaxlm[report]')")
 
-    def close(self) -> None:
-        """Wait for pending saves and close files and threads."""
-        try:
-            self.checkpoints.__exit__()
-        finally:
-            self.log.close()
-            self.iterator.close()
-            # Grain's iterators complain when the interpreter, not the collector, ends them.
-            del self.iterator
-            gc.collect()
 
-
-def _number(x: np.ndarray) -> float | None:
+def _number(x: np.ndarray | float) -> float | None:
     """A float for JSON, which has no way to write one that is not finite."""
     value = float(x)
     return value if math.isfinite(value) else None
+
+
+def _finite(tree: Any) -> Any:
+    """Plain values with null for each number that is not finite."""
+    return jax.tree.map(lambda x: _number(x) if isinstance(x, float) else x, tree)
 
 
 def train(config: Config, allow_changes: bool = False) -> int:

@@ -7,17 +7,26 @@ from typing import IO, Any
 
 import tensorboardX
 
+from jaxlm.errors import UserError
 from jaxlm.files import write_atomically
 
 METRICS, BLOCKS, EVALUATIONS = "metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; a last line that was cut off by a crash is left out."""
+    """The records of a JSON-lines file, up to the first line that a crash left incomplete.
+
+    Records are synced before each checkpoint; what a power failure tears comes after it.
+    """
+    records: list[dict[str, Any]] = []
     if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+        return records
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
 
 
 class RunLog:
@@ -37,6 +46,11 @@ class RunLog:
             # A validation pass belongs to the state after its update count, hence <=.
             last = update if name == EVALUATIONS else update - 1
             kept = [record for record in read_records(path) if record["update"] <= last]
+            if name == METRICS and len(kept) != update:
+                raise UserError(
+                    f"{path}: holds the records of {len(kept)} of the {update} updates that the "
+                    f"checkpoint has behind it; restore it, or remove {directory} to start over"
+                )
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
             self._files[name] = path.open("a", encoding="utf-8")
         self._tensorboard = None

@@ -5,7 +5,7 @@ Shape legend: M micro-batches, B rows of a micro-batch, T positions, D width.
 
 import functools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -188,20 +188,24 @@ def multisteps_updates(
     tokens = jnp.maximum(jnp.sum(target_mask(window["segment_ids"])), 1).astype(jnp.float32)
     optimizer = _optimizer(spec)
 
-    def one(carry, scanned):
-        opt_state, _, total, sums = carry
+    def feed(carry: Any, scanned: Any) -> tuple[optax.Updates, Any]:
+        opt_state, total, sums = carry
         (loss, parts), grads = jax.value_and_grad(functools.partial(loss_sums, spec), has_aux=True)(
             state.params, *scanned, depth, backprop
         )
         grads = jax.tree.map(lambda g: g * (micro_batches / tokens), _to_float32(grads))
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (opt_state, updates, total + loss, jax.tree.map(jnp.add, sums, parts)), None
+        return updates, (opt_state, total + loss, jax.tree.map(jnp.add, sums, parts))
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
     zero = jnp.zeros((), jnp.float32)
-    start = (state.opt_state, zeros, zero, LossSums(*[zero] * 5))
-    keys = keys.reshape(micro_batches, rows)
-    (opt_state, updates, total, sums), _ = jax.lax.scan(one, start, (window, keys))
+    scanned = (window, keys.reshape(micro_batches, rows))
+    # All calls but the last emit zeros, which a scan that carried them would keep in memory.
+    carry, _ = jax.lax.scan(
+        lambda carry, x: (feed(carry, x)[1], None),
+        (state.opt_state, zero, LossSums(*[zero] * 5)),
+        jax.tree.map(lambda x: x[:-1], scanned),
+    )
+    updates, (opt_state, total, sums) = feed(carry, jax.tree.map(lambda x: x[-1], scanned))
     return updates, opt_state, total, sums
 
 

@@ -3,10 +3,11 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxlm.config import Config, DataConfig, PrepareConfig
 from jaxlm.data.prepare import is_validation, prepare
-from jaxlm.data.shards import DataDirectory
+from jaxlm.data.shards import DataDirectory, ShardWriter
 from jaxlm.data.text import find_inputs
 from jaxlm.data.tokenizer import END_OF_TEXT, read_tokenizer, train_tokenizer
 from jaxlm.errors import UserError
@@ -43,6 +44,11 @@ def config_for(tmp_path, **settings):
     return Config(prepare=PrepareConfig(**settings), data=data)
 
 
+def texts_of(data, split):
+    tokenizer = read_tokenizer(data.tokenizer_path())
+    return [tokenizer.decode(ids) for ids in documents_of(data, split)]
+
+
 def documents_of(data, split):
     stream, start = data.stream(split), 0
     for end in stream.document_ends:
@@ -53,20 +59,23 @@ def documents_of(data, split):
 def test_text_goes_in_and_comes_out(tmp_path):
     folder = write_texts(tmp_path / "texts")
     data = prepare(config_for(tmp_path))
-    tokenizer = read_tokenizer(data.tokenizer_path())
-    found = {"train": set(), "validation": set()}
-    for split in found:
+    for split in ("train", "validation"):
         for ids in documents_of(data, split):
             # One end token, at the end, although a text spells it.
             assert np.flatnonzero(ids == data.end_id).tolist() == [len(ids) - 1]
-            found[split].add(tokenizer.decode(ids))
-    texts = {path.read_bytes().decode() for path in folder.iterdir()}
+    found = {split: texts_of(data, split) for split in ("train", "validation")}
     # Text mode turns the CRLF of one sentence into LF, as reading a text file does.
-    assert found["train"] | found["validation"] == {t.replace("\r\n", "\n") for t in texts}
-    assert not found["train"] & found["validation"]
-    assert found["validation"]
+    texts = [path.read_bytes().decode().replace("\r\n", "\n") for path in folder.iterdir()]
+    assert sorted(found["train"] + found["validation"]) == sorted(texts)
+    assert sorted(found["validation"]) == sorted(t for t in texts if is_validation(t, 0.2))
     counted = data.manifest["source"]["documents"]
-    assert counted == {"in": 60, "kept": 60, "skipped_empty": 0}
+    held_out = len(found["validation"])
+    assert counted == {
+        "in": 60,
+        "train": 60 - held_out,
+        "validation": held_out,
+        "skipped_empty": 0,
+    }
 
 
 def test_bytes_of_tokens_add_up_to_the_text(tmp_path):
@@ -84,6 +93,73 @@ def test_the_split_depends_on_the_text_alone(tmp_path):
     assert len(held_out) == pytest.approx(200, abs=45)
     # A larger fraction holds out more, never others.
     assert set(held_out) <= {text for text in texts if is_validation(text, 0.2)}
+
+
+def test_neither_names_nor_order_of_files_move_a_document(tmp_path):
+    folder = write_texts(tmp_path / "texts")
+    held_out = sorted(texts_of(prepare(config_for(tmp_path)), "validation"))
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(folder / f"{(number * 7) % 60:03d}-renamed.txt")
+    config = dataclasses.replace(
+        config_for(tmp_path), data=DataConfig(directory=str(tmp_path / "renamed"))
+    )
+    assert sorted(texts_of(prepare(config), "validation")) == held_out
+
+
+def test_the_tokenizer_never_sees_validation(tmp_path):
+    folder = write_texts(tmp_path / "texts")
+    before = prepare(config_for(tmp_path)).tokenizer_path().read_text()
+    strange = "zzzzqqqq " * 200
+    extra = next(f"{strange}{i}" for i in range(99) if is_validation(f"{strange}{i}", 0.2))
+    (folder / "extra.txt").write_text(extra)
+    config = dataclasses.replace(
+        config_for(tmp_path), data=DataConfig(directory=str(tmp_path / "more"))
+    )
+    data = prepare(config)
+    assert extra in texts_of(data, "validation")
+    assert data.tokenizer_path().read_text() == before
+
+
+def test_other_files_than_those_prepared_are_refused(tmp_path):
+    folder = write_texts(tmp_path / "texts")
+    prepare(config_for(tmp_path))
+    (folder / "new.txt").write_text("a new document")
+    with pytest.raises(UserError, match=r"files behind prepare.inputs were added"):
+        prepare(config_for(tmp_path))
+    for path in folder.iterdir():
+        path.unlink()
+    prepare(config_for(tmp_path))  # without the sources, the data stands for itself
+
+
+def test_two_preparations_at_once_do_not_mix(tmp_path):
+    writer = ShardWriter(tmp_path / "data", vocabulary_size=8, end_id=0)
+    with pytest.raises(UserError, match="is being prepared by another process"):
+        ShardWriter(tmp_path / "data", vocabulary_size=8, end_id=0)
+    with writer:
+        writer.add("train", [1, 0])
+        writer.add("validation", [2, 0])
+    assert len(DataDirectory(tmp_path / "data").stream("train")) == 2
+
+
+def test_a_failure_while_finishing_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    writer = ShardWriter(tmp_path / "data", vocabulary_size=8, end_id=0)
+    writer.add("train", [1, 0])
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        writer.__exit__(None)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.lock"]
+
+
+def test_bytes_stay_unknown_where_the_tokenizer_changes_text(tmp_path):
+    write_texts(tmp_path / "texts")
+    backend = tokenizers.Tokenizer.from_str(train_tokenizer(SENTENCES, 280).to_json())
+    backend.normalizer = tokenizers.normalizers.NFKC()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    data = prepare(config_for(tmp_path, tokenizer=str(tmp_path / "tokenizer.json")))
+    assert data.token_bytes() is None
 
 
 def test_preparing_twice_gives_the_same_files(tmp_path):
@@ -124,6 +200,8 @@ def test_a_given_tokenizer_is_used(tmp_path):
         ({"inputs": ("nowhere/*.txt",)}, "'nowhere/.*' matches no file"),
         ({"inputs": ("package:not-there/*.md",)}, "pip install --no-deps .* not-there"),
         ({"tokenizer": "nowhere.json"}, "nowhere.json: no such tokenizer"),
+        ({"inputs": ("texts",)}, "matches no file"),
+        ({"inputs": ("package:/x",)}, "not of the form package:NAME/GLOB"),
         ({"vocabulary_size": 60_000}, "prepare.vocabulary_size is 60000, but the text gives only"),
         ({"validation_fraction": 1e-9}, "falls into validation"),
     ],
@@ -155,7 +233,9 @@ def test_a_byte_order_mark_is_no_text_and_empty_files_are_counted(tmp_path):
         tokenizer.decode(ids) for s in ("train", "validation") for ids in documents_of(data, s)
     ]
     assert "with a mark" in texts
-    assert data.manifest["source"]["documents"] == {"in": 62, "kept": 61, "skipped_empty": 1}
+    counted = data.manifest["source"]["documents"]
+    assert (counted["in"], counted["skipped_empty"]) == (62, 1)
+    assert counted["train"] + counted["validation"] == 61
 
 
 def test_not_a_tokenizer(tmp_path):
@@ -163,6 +243,19 @@ def test_not_a_tokenizer(tmp_path):
     path.write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(UserError, match=r"tokenizer\.json: not a Hugging Face tokenizer"):
         read_tokenizer(path)
+
+
+def test_inputs_are_found_once_and_other_formats_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my[1].txt").write_text("x")
+    (tmp_path / "b.txt").write_text("y")
+    found = find_inputs(["*.txt", str(tmp_path / "b.txt"), "my[1].txt"])
+    assert [path.name for path in found] == ["b.txt", "my[1].txt"]
+    (tmp_path / "records.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"records\.jsonl: only plain text is read"):
+        find_inputs(["*.jsonl"])
+    with pytest.raises(UserError, match=r"is a directory; write .*/\*\*/\*\.txt"):
+        find_inputs([str(tmp_path)])
 
 
 def test_package_files_are_found_without_importing_the_package():

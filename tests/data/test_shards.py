@@ -50,7 +50,8 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path):
     for bad in (16, -1):
         with pytest.raises(ValueError, match=f"token id {bad}; the vocabulary has 16 entries"):
             write_documents(tmp_path / "d", [[1, bad]], [[1]], 16)
-        assert list(tmp_path.iterdir()) == []  # nothing half-written stays
+        # Nothing half-written stays.
+        assert [path.name for path in tmp_path.iterdir()] == ["d.lock"]
 
 
 def test_an_existing_directory_is_never_overwritten(random_data):
@@ -68,17 +69,25 @@ def damage(path, how):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["tokens-00000.npy", "ends-00000.npy", "counts.npy"])
+@pytest.mark.parametrize(
+    "name", ["tokens-00000.npy", "ends-00000.npy", "counts.npy", "tokenizer.json"]
+)
 @pytest.mark.parametrize("how", ["bit flip", "truncation", "absence"])
 def test_damage_is_found_and_the_file_is_named(random_data, name, how):
     path = random_data / "train" / name
+    if name == "tokenizer.json":
+        random_data = write_documents(
+            random_data.parent / "with", [[1]], [[1]], 64, tokenizer_json='{"a": 1, "bcdefgh": 2}'
+        )
+        path = random_data / name
     if how == "absence":
         os.remove(path)
     else:
         damage(path, how)
     data = DataDirectory(random_data)
+    read = {"counts.npy": lambda: data.counts("train"), "tokenizer.json": data.tokenizer_path}
     with pytest.raises(UserError, match=name):
-        data.counts("train") if name == "counts.npy" else data.stream("train")
+        read.get(name, lambda: data.stream("train"))()
 
 
 @pytest.mark.parametrize(
@@ -99,9 +108,10 @@ def test_a_manifest_that_contradicts_itself_is_refused(random_data, change, mess
 def test_a_directory_without_data_is_one_line(tmp_path):
     with pytest.raises(UserError, match="no manifest"):
         DataDirectory(tmp_path)
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match="damaged"):
-        DataDirectory(tmp_path)
+    for damaged in (b"{", b"[]", b'{"format": 1}', b"\xff"):
+        (tmp_path / "manifest.json").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"damaged|format None"):
+            DataDirectory(tmp_path)
 
 
 def test_fingerprint_names_what_differs(tmp_path):

@@ -78,7 +78,7 @@ def test_batch_size_does_not_matter(rows):
 
 def test_one_compilation_for_all_depths(rows):
     before = eval_step._cache_size()
-    evaluated(rows, depths=(1, 2, 3, 6, 12), batch_rows=5)
+    evaluated(rows, depths=(1, 2, 3, 6, 12), batch_rows=7)
     assert eval_step._cache_size() == before + 1
 
 

@@ -11,6 +11,7 @@ from jaxlm.models.layers import (
     RMSNorm,
     attention_mask,
     float64_attention,
+    look_up,
     rotary_angles,
     rotate,
     truncated_normal,
@@ -289,7 +290,7 @@ def test_attention_equals_its_definition(kv_heads):
     q = jax.random.normal(jax.random.key(0), (2, T, 4, 8))
     k, v = jax.random.normal(jax.random.key(1), (2, 2, T, kv_heads, 8))
     mask = attention_mask(jnp.array([[1] * 5 + [2] * 7, [1] * 8 + [0] * 4]))
-    got = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+    got = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="xla")
     assert np.abs(np.asarray(got - float64_attention(q, k, v, mask))).max() < 1e-5
 
 
@@ -305,3 +306,13 @@ def test_the_loss_starts_near_log_vocabulary_at_a_large_width(kind, injection, t
     log_partition = np.log(np.exp(logits).sum(axis=-1))
     loss = log_partition - np.take_along_axis(logits, targets, -1)[..., 0]
     assert loss.mean() == pytest.approx(np.log(64) + 0.05, abs=0.1)
+
+
+def test_the_gradient_of_a_frequent_token_is_summed_in_float32():
+    """2,000 occurrences with gradient 1 are 2000; a bfloat16 sum stops at 256."""
+    table = jnp.zeros((4, 8), jnp.bfloat16)
+    tokens = jnp.full((2000,), 3)
+    grad = jax.grad(lambda t: jnp.sum(look_up(t, tokens).astype(jnp.float32)))(table)
+    assert grad.dtype == jnp.bfloat16
+    assert np.all(np.asarray(grad[3], np.float32) == 2000)
+    assert np.all(np.asarray(grad[:3], np.float32) == 0)

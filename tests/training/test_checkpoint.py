@@ -65,6 +65,20 @@ def test_another_shape_is_refused_not_cut_or_padded(tmp_path):
             checkpoints.restore_params(1, target, PLACE)
 
 
+def test_a_reader_leaves_a_pending_save_alone(tmp_path):
+    big = {"w": jnp.ones((2000, 2000))}
+    state = TrainState(jnp.int32(0), big, (jnp.int32(0),))
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        checkpoints.save(1, state, {}, None)
+        with Checkpoints(tmp_path / "c", read_only=True) as reader:
+            assert reader.updates in ([], [1])
+    with Checkpoints(tmp_path / "c", read_only=True) as reader:
+        assert reader.updates == [1]
+    with pytest.raises(UserError, match="no checkpoint has been saved yet"):
+        Checkpoints(tmp_path / "absent", read_only=True)
+    assert not (tmp_path / "absent").exists()
+
+
 def test_what_is_not_there_is_named(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         with pytest.raises(UserError, match="no checkpoint; there: none"):
@@ -84,10 +98,19 @@ def test_records_after_the_checkpoint_are_removed_at_resume(tmp_path):
         log.evaluation({"update": update + 1, "depth": None, "cross_entropy": 1.0, "top1": 0.0})
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"update": 5, "lo')  # cut off by a crash
+        file.write('\0\0\0\n{"update": 5, "lo')  # torn by a power failure
     RunLog(tmp_path, 3, tensorboard=False).close()
     assert [r["update"] for r in read_records(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     assert [r["update"] for r in read_records(tmp_path / "evaluations.jsonl")] == [1, 2, 3]
     blocks = read_records(tmp_path / "blocks.jsonl")
     assert [r["update"] for r in blocks] == [0, 0, 1, 1, 2, 2]
     assert [r["blocks"] for r in blocks[:2]] == [[1, 2], [3]]
+
+
+def test_records_that_should_be_there_are_missed(tmp_path):
+    log = RunLog(tmp_path, 0, tensorboard=False)
+    log.update({"update": 0, "loss": 1.0})
+    log.close()
+    with pytest.raises(UserError, match=r"metrics\.jsonl: holds the records of 1 of the 3 updates"):
+        RunLog(tmp_path, 3, tensorboard=False)
+    assert len(read_records(tmp_path / "metrics.jsonl")) == 1

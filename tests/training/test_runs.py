@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from jaxlm.errors import UserError
 from jaxlm.training import loop
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce, RecompilationError
-from jaxlm.training.loading import load_resolved
+from jaxlm.training.loading import load_resolved, load_run
 from jaxlm.training.metrics import read_records
 from jaxlm.training.step import init_state
 
@@ -182,12 +183,12 @@ def test_a_changed_shape_is_an_error_that_says_what_changed(random_data):
     run = loop.Run(config)
     try:
         run.dispatch()
+        iterator = run.iterator
         run.iterator = iter([jax.tree.map(lambda x: x[:, :1], next(run.iterator))])
         with pytest.raises(RecompilationError) as error:
             run.dispatch()
     finally:
-        run.iterator = loop.contextlib.closing(run.iterator)
-        run.iterator.close = lambda: None
+        run.iterator = iterator
         run.close()
     assert "uint16[2,2,9]" in str(error.value)
     assert "uint16[2,1,9]" in str(error.value)
@@ -417,6 +418,46 @@ def test_what_may_not_differ_is_named(random_data, started):
             loop.train(config_for(random_data, **sections))
         assert line in str(error.value).splitlines(), case
         assert str(error.value).splitlines()[0].count("cannot continue from update 3") == 1
+
+
+def test_records_without_their_checkpoints_are_not_wiped(random_data, started):
+    """Checkpoints on a disk that is not mounted are no reason to start over."""
+    config = config_for(random_data, checkpoint=CheckpointConfig(every=2))
+    checkpoints = directory_of(config) / "checkpoints"
+    checkpoints.rename(directory_of(config) / "elsewhere")
+    with pytest.raises(UserError, match="has the records of 3 updates but no checkpoint"):
+        loop.train(config)
+    assert len(read_records(directory_of(config) / "metrics.jsonl")) == 3
+
+
+def test_a_validation_that_is_not_finite_is_recorded_as_null(random_data, started, monkeypatch):
+    config = config_for(
+        random_data, evaluation=EvaluationConfig(every=2, depths=(1,), batch_rows=4)
+    )
+    until(monkeypatch, 6)
+    run = loop.Run(config)
+    table = run.state.params["embedding"]["table"]
+    run.state.params["embedding"]["table"] = jax.device_put(table * np.nan, run.sharding)
+    assert run._periodic_validation() is None
+    run.close()
+    record = read_records(directory_of(config) / "evaluations.jsonl")[-1]
+    assert record["cross_entropy"] is None
+
+
+def test_two_processes_cannot_train_one_run(random_data, started):
+    run = loop.Run(config_for(random_data))
+    with pytest.raises(UserError, match="another process is training this run"):
+        loop.Run(config_for(random_data))
+    run.close()
+
+
+def test_other_data_is_no_longer_evaluated(random_data, started):
+    config = config_for(random_data)
+    assert load_run(directory_of(config)).update == 3
+    shutil.rmtree(random_data)
+    write_documents(random_data, [[1, 2, 3, 0]] * 400, [[1, 2, 0]], 64)
+    with pytest.raises(UserError, match=r"is not the data that .* was trained on:\ndata: train"):
+        load_run(directory_of(config))
 
 
 def test_seed_and_sequence_length_are_frozen(random_data, started):
