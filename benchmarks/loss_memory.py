@@ -2,8 +2,8 @@
 
     python benchmarks/loss_memory.py
 
-Needs the extra `plan`; no GPU. Value and gradient for 8,192 tokens, width 3,072, vocabulary 100,352,
-bf16 weights and activations.
+Needs the extra `plan`; no GPU. Value and gradient for 8,192 tokens, width 3,072, vocabulary
+100,352, bf16 weights and activations.
 """
 
 import os

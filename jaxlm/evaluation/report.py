@@ -80,6 +80,7 @@ def _draw_curves(
     path: Path,
     metrics: Sequence[dict[str, Any]],
     validation: Sequence[dict[str, Any]],
+    evaluations: Sequence[Evaluation],
     unigram: float,
 ) -> None:
     import matplotlib
@@ -87,11 +88,13 @@ def _draw_curves(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    by_depth = [e for e in evaluations if e.depth is not None]
+    panels = 3 if len(by_depth) > 1 else 2
+    figure, axes = plt.subplots(1, panels, figsize=(5.5 * panels, 4.2), layout="constrained")
+    left, right = axes[:2]
     tokens = [record["tokens"] for record in metrics]
     left.plot(tokens, [record["cross_entropy"] for record in metrics], lw=0.6, label="training")
-    depths = sorted({r["depth"] for r in validation}, key=lambda d: d or 0)
-    for depth in depths:
+    for depth in sorted({r["depth"] for r in validation}, key=lambda d: d or 0):
         points = [r for r in validation if r["depth"] == depth]
         label = "validation" if depth is None else f"validation, depth {depth}"
         left.plot(
@@ -109,6 +112,17 @@ def _draw_curves(
     right.plot(tokens, [r["learning_rate"] for r in metrics], lw=1.0, label="learning rate")
     right.set(xlabel="target tokens", yscale="log", title="Optimisation")
     right.legend(fontsize=8)
+    if panels == 3:
+        by_depth.sort(key=lambda e: e.depth or 0)
+        depths = [e.depth for e in by_depth]
+        axes[2].plot(depths, [e.cross_entropy for e in by_depth], "o-", ms=4)
+        axes[2].set_xscale("log", base=2)
+        axes[2].set_xticks(depths, [str(depth) for depth in depths])
+        axes[2].set(
+            xlabel="core steps",
+            ylabel="cross-entropy (nats per token)",
+            title="Validation by depth",
+        )
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -138,5 +152,6 @@ def write_report(
     write_atomically(directory / "report.md", _markdown(report, evaluations, curves))
     if not curves:
         return ["report.md", "report.json"]
-    _draw_curves(directory / "curves.png", metrics, validation, report["unigram_cross_entropy"])
+    unigram = report["unigram_cross_entropy"]
+    _draw_curves(directory / "curves.png", metrics, validation, evaluations, unigram)
     return ["report.md", "report.json", "curves.png"]
