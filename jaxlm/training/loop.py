@@ -199,9 +199,13 @@ class Run:
         stack.callback(self.log.close)
 
     def _refuse_to_start_over(self) -> None:
-        """Starting anew empties the records: not where they say that checkpoints should be here."""
+        """Starting anew empties the records: not where they say that checkpoints should be here.
+
+        A save waits for the one before it: with records beyond the second save, the first one was
+        complete. Without, a run may have been killed before it had any checkpoint.
+        """
         made = len(read_records(self.directory / METRICS))
-        if made >= self.config.checkpoint.every:
+        if made > 2 * self.config.checkpoint.every:
             raise UserError(
                 f"{self.directory}: has the records of {made} updates but no checkpoint in "
                 f"{self.checkpoints.directory}; bring the checkpoints back (is a disk missing?), "
@@ -360,18 +364,21 @@ class Run:
         ):
             self._last_read = time.perf_counter()
             pending: _Pending | None = None
-            while self.progress.update < self.updates and signals.received is None:
+            stopping = False
+            while self.progress.update < self.updates and not stopping:
                 previous, pending = pending, self.dispatch()
                 if previous is not None:
                     self._show(advance, self.read(previous))
                 done = self.progress.update
                 evaluating = config.evaluation.every and done % config.evaluation.every == 0
                 saving = done % config.checkpoint.every == 0 or done == self.updates
-                if evaluating or saving or signals.received is not None:
+                # Looked at once: a signal that comes later ends the next update.
+                stopping = signals.received is not None
+                if evaluating or saving or stopping:
                     self._show(advance, self.read(pending))
                     pending = None
                     validation = self._periodic_validation() if evaluating else None
-                    if saving or signals.received is not None:
+                    if saving or stopping:
                         self.save(validation)
                     self._last_read, self._data_seconds = time.perf_counter(), 0.0
             self.checkpoints.wait()  # under the handlers: no signal may cut the last save short
