@@ -253,8 +253,12 @@ class LossConfig:
 class OptimConfig:
     """Optimizer, learning rate, clipping and accumulation."""
 
-    # adamw, or optax's adafactor.
-    name: Literal["adamw", "adafactor"] = "adamw"
+    # adamw; adafactor (jaxlm's: factored over stacked layers, float32 statistics); or
+    # optax_adafactor, the stock one.
+    name: Literal["adamw", "adafactor", "optax_adafactor"] = "adamw"
+    # How bf16 weights take an update that was computed in float32: stochastic is right on average,
+    # nearest loses updates below half a step. Weights in float32 know no difference.
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
     # Peak learning rate.
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
     # After the warm-up: cosine decay to the end of the run, constant, or warmup_stable_decay

@@ -6,6 +6,7 @@ from jax import Array
 
 from jaxlm.config import OptimConfig
 from jaxlm.optim import (
+    adafactor,
     clip_by_global_norm,
     match_rules,
     warmup_constant,
@@ -22,6 +23,9 @@ DECAY_RULES = (
     (r"kernel$", True),
     (r"table$", True),
 )
+
+# Parameters of stacked layers, whose first axis is the layer.
+LAYER_RULES = ((r"/blocks/", 1),)
 
 
 def build_schedule(config: OptimConfig, updates: int) -> optax.Schedule:
@@ -66,6 +70,16 @@ def build_optimizer(
                 optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
                 optax.add_decayed_weights(config.weight_decay, decay_mask),
                 optax.scale_by_learning_rate(learning_rate),
+            )
+        if config.name == "adafactor":
+            return optax.chain(
+                clip,
+                adafactor(
+                    learning_rate,
+                    weight_decay=config.weight_decay,
+                    mask=decay_mask,
+                    layer_rules=LAYER_RULES,
+                ),
             )
         # optax.adafactor's own weight decay is not multiplied by the learning rate; this one is.
         return optax.chain(

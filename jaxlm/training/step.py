@@ -15,12 +15,12 @@ from jax import Array
 from jaxlm.config import Config, LossConfig, ModelConfig, OptimConfig
 from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
 from jaxlm.models.build import Params, apply, init_params
-from jaxlm.optim import global_norm
+from jaxlm.optim import apply_updates, global_norm
 from jaxlm.training.optimizer import applied_learning_rate, build_optimizer, norm_before_clipping
 from jaxlm.training.state import TrainState
 
 # Purposes that the run's seed is folded with; depth draws have their own generator.
-INIT, NOISE = 0, 1
+INIT, NOISE, ROUNDING = 0, 1, 2
 
 # A window's arrays, see data/pipeline.py.
 Window = dict[str, Array]
@@ -239,9 +239,11 @@ def train_step(
         updates, opt_state = _optimizer(spec).update(grads, state.opt_state, params)
     grad_norm = norm_before_clipping(opt_state)
 
-    new_params = jax.tree.map(
-        lambda old, wide, change: (wide + change).astype(old.dtype), state.params, params, updates
-    )
+    if spec.optim.rounding == "stochastic":
+        key = jax.random.fold_in(jax.random.key(spec.seed), ROUNDING)
+        new_params = apply_updates(state.params, updates, jax.random.fold_in(key, state.update))
+    else:
+        new_params = optax.apply_updates(state.params, updates)
     update_norm = global_norm(
         jax.tree.map(lambda new, wide: new.astype(wide.dtype) - wide, new_params, params)
     )

@@ -195,7 +195,7 @@ def test_one_update_is_adamw_by_hand():
     assert float(metrics.update_norm) == pytest.approx(change, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "optax_adafactor"])
 def test_decay_pulls_matrices_and_embeddings_alone_and_scales_with_the_rate(name):
     spec = spec_of(tiny_model(injection="diagonal"))
     params = init_state(spec).params
@@ -296,6 +296,28 @@ def test_state_is_stable_and_float32_under_bfloat16_weights(name, accumulation):
     state, metrics = train_step(spec, state, window_of(2, [3, 8]), DEPTH, BACKPROP)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == kinds
     assert bool(metrics.applied)
+
+
+def test_small_updates_of_bfloat16_weights_are_kept_on_average():
+    """A rate far below half a step of the weights: nearest changes almost nothing."""
+    model = tiny_model("transformer", param_dtype="bfloat16", compute_dtype="bfloat16")
+    moved = {}
+    for rounding in ("stochastic", "nearest"):
+        optim = OptimConfig(learning_rate=1e-5, schedule="constant", rounding=rounding)
+        spec = spec_of(model, optim)
+        before = jax.tree.map(lambda x: np.asarray(x, np.float32), init_state(spec).params)
+        state, _ = train_step(spec, init_state(spec), window_of(1, [3, 8]), DEPTH, BACKPROP)
+        again, _ = train_step(spec, init_state(spec), window_of(1, [3, 8]), DEPTH, BACKPROP)
+        jax.tree.map(np.testing.assert_array_equal, state.params, again.params)
+        change = jax.tree.map(
+            lambda new, old: np.asarray(new, np.float32) - old, state.params, before
+        )
+        kernel = change["stack"]["blocks"]["mlp"]["gate"]["kernel"]
+        # Adam's first step moves each weight by the rate, up or down.
+        moved[rounding] = np.abs(kernel).mean() / 1e-5
+    # About 150 of 4,096 weights move by a whole step each: 8 % of noise.
+    assert moved["stochastic"] == pytest.approx(1.0, abs=0.3)
+    assert moved["nearest"] < 0.5
 
 
 def test_z_loss_is_the_mean_squared_log_partition():
