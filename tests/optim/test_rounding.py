@@ -14,11 +14,16 @@ def wide(x):
     return np.asarray(x, np.float32)
 
 
-@pytest.mark.parametrize("weights", [100_000, pytest.param(1_000_000, marks=pytest.mark.long)])
-def test_weights_keep_their_small_updates(weights):
-    """1,000 updates of -1e-4 on 1.0: mean 0.9 within 1e-4; to nearest they stay at 1.0.
+@pytest.mark.parametrize(
+    ("weights", "tolerance"),
+    [(50_000, 4e-4), pytest.param(1_000_000, 1e-4, marks=pytest.mark.long)],
+)
+def test_weights_keep_their_small_updates(weights, tolerance):
+    """1,000 updates of -1e-4 on 1.0 have mean 0.9; to nearest they stay at 1.0.
 
-    A weight ends with a standard deviation of 0.02, the mean of 100,000 with 6e-5.
+    A step moves a weight by 2^-8 with probability 0.0256: after 1,000 of them it has a standard
+    deviation of 0.0195, and the mean of 50,000 weights one of 9e-5. (In float32, -1e-4 near 1 is
+    1,678 steps of 2^-24, which takes 2e-5 off the mean.)
     """
 
     def step(i, params):
@@ -31,7 +36,7 @@ def test_weights_keep_their_small_updates(weights):
 
     start = jnp.ones((weights,), jnp.bfloat16)
     end = jax.jit(lambda p: jax.lax.fori_loop(0, 1000, step, p))(start)
-    assert wide(end).astype(np.float64).mean() == pytest.approx(0.9, abs=1e-4)
+    assert wide(end).astype(np.float64).mean() == pytest.approx(0.9, abs=tolerance)
     assert np.all(wide(jax.lax.fori_loop(0, 1000, nearest, start)) == 1.0)
 
 

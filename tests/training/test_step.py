@@ -283,8 +283,14 @@ def test_a_gradient_that_is_not_finite_costs_its_window_alone(accumulation):
     assert int(expected.update) == 1
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
-@pytest.mark.parametrize("accumulation", ["token_weighted", "optax_multisteps"])
+@pytest.mark.parametrize(
+    ("name", "accumulation"),
+    [
+        ("adamw", "token_weighted"),
+        ("adafactor", "token_weighted"),
+        ("adamw", "optax_multisteps"),
+    ],
+)
 def test_state_is_stable_and_float32_under_bfloat16_weights(name, accumulation):
     model = tiny_model(param_dtype="bfloat16", compute_dtype="bfloat16")
     optim = OptimConfig(name=name, learning_rate=1e-2, accumulation=accumulation)
