@@ -4,10 +4,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import rich.console
 import rich.progress
+from rich.table import Column
 
 T = TypeVar("T")
 Advance = Callable[[int, str], None]
@@ -42,12 +43,19 @@ def progress(
         A function (units done since the last call, text to show beside the count).
     """
     if sys.stdout.isatty():
+        # On a narrow terminal the text is cut first; count and time left always show.
+        fixed: Any = {"no_wrap": True, "overflow": "ignore"}
+        count, width = "{task.completed:.0f}/{task.total:.0f}", 2 * len(str(total)) + 1
         columns = [
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(bar_width=None),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TimeRemainingColumn(),
-            rich.progress.TextColumn("{task.fields[text]}"),
+            rich.progress.TextColumn("{task.description}", table_column=Column(**fixed)),
+            rich.progress.TextColumn(
+                count, table_column=Column(**fixed, min_width=2 * len(str(total)) + 1)
+            ),
+            rich.progress.TimeRemainingColumn(table_column=Column(**fixed, min_width=7)),
+            rich.progress.BarColumn(bar_width=12, table_column=Column(min_width=12)),
+            rich.progress.TextColumn(
+                "{task.fields[text]}", table_column=Column(no_wrap=True, overflow="crop", ratio=1)
+            ),
         ]
         with rich.progress.Progress(*columns, console=console()) as bar:
             task = bar.add_task(title, total=total, completed=start, text="")

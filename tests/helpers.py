@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxlm.config import ModelConfig, RecurrentConfig, TransformerConfig
 from jaxlm.data.shards import ShardWriter
@@ -65,6 +66,14 @@ def logits_of(config, params, tokens, segments=None, positions=None, depth=3):
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
     return _logits(config, params, tokens, segments, jnp.asarray(positions), jnp.int32(depth))
+
+
+def layers_one_by_one(stack, x, mask, angles):
+    """What a Stack computes, in plain Python: no scan, no rematerialisation, no dropout."""
+    graph, state = nnx.split(stack.blocks)
+    for layer in range(stack.layers):
+        x = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], state))(x, mask, angles, None)
+    return x
 
 
 def largest_difference(a, b) -> float:

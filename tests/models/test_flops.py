@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from helpers import layers_one_by_one
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
@@ -39,12 +40,7 @@ def loss(config, params, tokens, depth, backprop):
     angles = rotary_angles(positions, config.head_size, config.rope_base)
 
     def stack(stack, x):
-        graph, state = nnx.split(stack.blocks)
-        for layer in range(stack.layers):
-            x = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], state))(
-                x, mask, angles, None
-            )
-        return x
+        return layers_one_by_one(stack, x, mask, angles)
 
     x = lm.embedding(tokens)
     if config.kind == "transformer":

@@ -3,7 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import largest_difference, logits_of, params_of, row_keys_of, tiny_model
+from helpers import (
+    largest_difference,
+    layers_one_by_one,
+    logits_of,
+    params_of,
+    row_keys_of,
+    tiny_model,
+)
 
 from jaxlm.losses import chunked_cross_entropy
 from jaxlm.models.build import apply
@@ -172,12 +179,7 @@ def unrolled(config, params, tokens, depth, backprop):
     angles = rotary_angles(positions, config.head_size, config.rope_base)
 
     def stack(stack, x):
-        graph, state = nnx.split(stack.blocks)
-        for layer in range(stack.layers):
-            x = nnx.merge(graph, jax.tree.map(lambda p, i=layer: p[i], state))(
-                x, mask, angles, None
-            )
-        return x
+        return layers_one_by_one(stack, x, mask, angles)
 
     x = stack(model.prelude, model.embedding(jnp.asarray(tokens)))
     e = model.prelude_norm(x)
