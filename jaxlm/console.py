@@ -48,9 +48,7 @@ def progress(
         count, width = "{task.completed:.0f}/{task.total:.0f}", 2 * len(str(total)) + 1
         columns = [
             rich.progress.TextColumn("{task.description}", table_column=Column(**fixed)),
-            rich.progress.TextColumn(
-                count, table_column=Column(**fixed, min_width=2 * len(str(total)) + 1)
-            ),
+            rich.progress.TextColumn(count, table_column=Column(**fixed, min_width=width)),
             rich.progress.TimeRemainingColumn(table_column=Column(**fixed, min_width=7)),
             rich.progress.BarColumn(bar_width=12, table_column=Column(min_width=12)),
             rich.progress.TextColumn(
