@@ -551,19 +551,19 @@ def _describe(error: Any, where: dict[str, str]) -> str:
         places = sorted({w for key, w in where.items() if key.startswith(dotted)})
         files = f"{', '.join({p.split(':')[0] for p in places})}: " if places else ""
         return f"{files}{section}{error['ctx']['error']}"
-    message = error["msg"][:1].lower() + error["msg"][1:]
-    message = message.removeprefix("input should be ")
+    # Pydantic says "Input should be ...", "String should match ...": keep what should be done.
+    message = error["msg"].partition(" should ")[2] or error["msg"]
     if error["type"] == "string_type" and not isinstance(error["input"], (dict, list, type(None))):
         message += "; put it in quotes"
     item = "".join(f"[{part}]" for part in error["loc"] if isinstance(part, int))
-    return f"{prefix}'{dotted}{item}' is {json.dumps(error['input'])}: should be {message}"
+    return f"{prefix}'{dotted}{item}' is {json.dumps(error['input'])}: should {message}"
 
 
 def _explain(error: ValidationError, where: dict[str, str]) -> str:
     lines: dict[str, str] = {}
     for item in error.errors(include_url=False):
         line = _describe(item, where)
-        subject, found, message = line.partition(": should be ")
+        subject, found, message = line.partition(": should ")
         if found and subject in lines:  # the members of a union each complain; say so in one line
             lines[subject] += f", or {message}"
         else:
