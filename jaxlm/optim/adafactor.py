@@ -1,7 +1,5 @@
 """Adafactor for stacked layers and bf16 weights: float32 statistics, factored over two axes."""
 
-import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,22 +7,27 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jaxlm.optim.rules import path_name
-
-# Pairs of a pattern, searched for in a parameter's path, and its number of stacked leading axes.
-LayerRules = Sequence[tuple[str, int]]
+from jaxlm.optim.ema import ema_8bit
+from jaxlm.optim.rules import LayerRules, layer_axes, path_name, unused, unzip
 
 
-def layer_axes(name: str, ndim: int, rules: LayerRules) -> int:
-    """Number of leading axes of a leaf that are stacked layers.
+def decay_of_half_life(half_life: float, per_update: float) -> float:
+    """Decay rate beta of a running mean whose weights halve every `half_life`.
 
-    The first rule that matches the path decides; without one, every axis before the last two
-    counts, so that vectors and matrices have none.
+    Args:
+        half_life: after how much a number counts half, for example 10 million tokens.
+        per_update: how much of it an update makes, for example 131,072 tokens.
+
+    Example:
+        >>> from jaxlm.optim import decay_of_half_life
+        >>> round(decay_of_half_life(10e6, 131_072), 5)
+        0.99096
+
+    References:
+        Marek et al., "Small Batch Size Training for Language Models", 2025: a half-life of the
+        second moment in tokens carries over between batch sizes where a beta2 does not.
     """
-    for pattern, axes in rules:
-        if re.search(pattern, name):
-            return axes
-    return max(ndim - 2, 0)
+    return 0.5 ** (per_update / half_life)
 
 
 class FactoredRmsState(NamedTuple):
@@ -32,11 +35,11 @@ class FactoredRmsState(NamedTuple):
 
     # Updates made, int32.
     step: Array
-    # Per leaf: mean over columns of the squared gradient, [..., m]; size 0 where not factored.
+    # Per leaf: mean over columns of the squared gradient, [..., m]; [..., 1] where not factored.
     row: optax.Updates
-    # Per leaf: mean over rows of the squared gradient, [..., n]; size 0 where not factored.
+    # Per leaf: mean over rows of the squared gradient, [..., n]; [..., 1] where not factored.
     column: optax.Updates
-    # Per leaf: squared gradient of each element; size 0 where factored.
+    # Per leaf: squared gradient of each element; [..., 1] where factored.
     full: optax.Updates
 
 
@@ -49,6 +52,7 @@ def scale_by_factored_rms(
     *,
     decay_exponent: float = 0.8,
     max_decay: float = 0.999,
+    fixed_decay: float | None = None,
     min_factored: int = 32,
     epsilon: float = 1e-30,
     clipping_threshold: float | None = 1.0,
@@ -67,15 +71,19 @@ def scale_by_factored_rms(
          per layer of a stacked leaf, not over the leaf.
       3. beta2 = min(1 - t^-decay_exponent, max_decay): uncapped, after 100,000 updates the mean
          reaches back over 10,000 of them.
-      4. Row and column statistics are means where the paper has sums (equal after division).
+      4. With `fixed_decay`, beta2 is that number, corrected for the empty start as in Adam:
+         beta2 (1 - beta2^(t-1)) / (1 - beta2^t).
+      5. Row and column statistics are means where the paper has sums (equal after division).
 
     Args:
         decay_exponent: exponent of beta2's approach to one.
         max_decay: upper limit of beta2.
+        fixed_decay: beta2 of every update instead of the growing one; see
+            :func:`decay_of_half_life`.
         min_factored: matrices with a smaller side keep a full second moment.
         epsilon: added to squared gradients; keeps zero gradients at zero.
         clipping_threshold: largest root mean square of a layer's update; None is off.
-        layer_rules: see :func:`layer_axes`.
+        layer_rules: see :func:`jaxlm.optim.rules.layer_axes`.
 
     Returns:
         A transform with state :class:`FactoredRmsState`; updates are float32 (or wider).
@@ -97,19 +105,18 @@ def scale_by_factored_rms(
     def init_fn(params: optax.Params) -> FactoredRmsState:
         def leaf(path: tuple, p: Array) -> tuple[Array, Array, Array]:
             wide = jnp.promote_types(p.dtype, jnp.float32)
+            layers = layer_axes(path_name(path), p.ndim, layer_rules)
 
-            def none() -> Array:  # a buffer of its own: a donated one must not stand twice
-                return jnp.zeros((0,), wide)
+            def none() -> Array:
+                return unused(p.shape[:layers], wide)
 
-            if _is_factored(
-                p.shape, layer_axes(path_name(path), p.ndim, layer_rules), min_factored
-            ):
+            if _is_factored(p.shape, layers, min_factored):
                 row, column = p.shape[:-1], (*p.shape[:-2], p.shape[-1])
                 return jnp.zeros(row, wide), jnp.zeros(column, wide), none()
             return none(), none(), jnp.zeros(p.shape, wide)
 
         leaves = jax.tree_util.tree_map_with_path(leaf, params)
-        return FactoredRmsState(jnp.zeros((), jnp.int32), *_transpose(params, leaves, 3))
+        return FactoredRmsState(jnp.zeros((), jnp.int32), *unzip(params, leaves, 3))
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
@@ -117,7 +124,11 @@ def scale_by_factored_rms(
         del params
         assert isinstance(state, FactoredRmsState)
         step = jnp.asarray(optax.safe_increment(state.step))
-        beta2 = jnp.minimum(1.0 - step.astype(jnp.float32) ** -decay_exponent, max_decay)
+        t = step.astype(jnp.result_type(float))  # float64 where that is on
+        if fixed_decay is None:
+            beta2 = jnp.minimum(1.0 - t**-decay_exponent, max_decay)
+        else:
+            beta2 = fixed_decay * (1 - fixed_decay ** (t - 1)) / (1 - fixed_decay**t)
 
         def leaf(path: tuple, g: Array, row: Array, column: Array, full: Array):
             layers = layer_axes(path_name(path), g.ndim, layer_rules)
@@ -140,16 +151,10 @@ def scale_by_factored_rms(
         leaves = jax.tree_util.tree_map_with_path(
             leaf, updates, state.row, state.column, state.full
         )
-        scaled, row, column, full = _transpose(updates, leaves, 4)
+        scaled, row, column, full = unzip(updates, leaves, 4)
         return scaled, FactoredRmsState(step, row, column, full)
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _transpose(outer: optax.Params, leaves: optax.Params, parts: int) -> tuple:
-    """A tree of tuples as a tuple of trees."""
-    inner = jax.tree.structure(tuple(range(parts)))
-    return jax.tree.transpose(jax.tree.structure(outer), inner, leaves)
 
 
 def _layer_rms(x: Array, layers: int) -> Array:
@@ -165,7 +170,7 @@ def scale_by_param_rms(
 
     Args:
         min_scale: smallest factor, so that parameters that are zero can leave it.
-        layer_rules: see :func:`layer_axes`.
+        layer_rules: see :func:`jaxlm.optim.rules.layer_axes`.
 
     Returns:
         A transform without state; `params` must be given to `update`.
@@ -206,6 +211,7 @@ def adafactor(
     *,
     decay_exponent: float = 0.8,
     max_decay: float = 0.999,
+    fixed_decay: float | None = None,
     min_factored: int = 32,
     epsilon: float = 1e-30,
     clipping_threshold: float | None = 1.0,
@@ -216,30 +222,35 @@ def adafactor(
     weight_decay: float = 0.0,
     mask: optax.MaskOrFn = None,
     layer_rules: LayerRules = (),
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Adafactor with float32 statistics, per-layer clipping and decay scaled by the rate.
 
     Weight decay is decoupled and multiplied by the learning rate, as in AdamW and unlike
     `optax.adafactor`: at rate 1e-2 and decay 0.1 a weight of 1 moves by -1e-3. It is not multiplied
     by the parameter's scale. Momentum, if any, averages the scaled updates before the rate, so that
-    a change of rate acts at once. `optax.inject_hyperparams` needs ``static_args="min_factored"``,
-    because that number decides shapes.
+    a change of rate acts at once. `optax.inject_hyperparams` needs
+    ``static_args=("min_factored", "momentum_dtype")``, which decide shapes and types.
+
+    PyTorch's Adafactor factors every matrix and limits the relative rate to 1 / sqrt(t): with
+    ``min_factored=1`` and rates below that limit the updates are the same.
 
     Args:
         learning_rate: rate or schedule; relative to the parameters' scale unless
             `multiply_by_param_scale` is False.
         decay_exponent: see :func:`scale_by_factored_rms`.
         max_decay: see :func:`scale_by_factored_rms`.
+        fixed_decay: see :func:`scale_by_factored_rms`.
         min_factored: see :func:`scale_by_factored_rms`.
         epsilon: see :func:`scale_by_factored_rms`.
         clipping_threshold: see :func:`scale_by_factored_rms`.
         multiply_by_param_scale: multiply by the root mean square of each layer's parameters.
         min_param_scale: smallest such factor.
         momentum: decay rate of the running mean of updates; None keeps none.
-        momentum_dtype: its storage type.
+        momentum_dtype: its storage type: float32, bfloat16 (2 bytes a parameter) or int8 (1 byte,
+            see :func:`ema_8bit`).
         weight_decay: decay per unit of learning rate.
         mask: which parameters decay, a tree of bools or a function of the parameters; None is all.
-        layer_rules: see :func:`layer_axes`.
+        layer_rules: see :func:`jaxlm.optim.rules.layer_axes`.
 
     Returns:
         A transform; `params` must be given to `update`.
@@ -260,6 +271,7 @@ def adafactor(
         scale_by_factored_rms(
             decay_exponent=decay_exponent,
             max_decay=max_decay,
+            fixed_decay=fixed_decay,
             min_factored=min_factored,
             epsilon=epsilon,
             clipping_threshold=clipping_threshold,
@@ -268,7 +280,9 @@ def adafactor(
     ]
     if multiply_by_param_scale:
         transforms.append(scale_by_param_rms(min_param_scale, layer_rules))
-    if momentum is not None:
+    if momentum is not None and jnp.dtype(momentum_dtype) == jnp.int8:
+        transforms.append(ema_8bit(momentum, layer_rules=layer_rules))
+    elif momentum is not None:
         transforms.append(optax.ema(momentum, debias=False, accumulator_dtype=momentum_dtype))
     transforms.append(optax.add_decayed_weights(weight_decay, mask))
     transforms.append(optax.scale_by_learning_rate(learning_rate))

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlm.memory.devices import RTX3090
 from jaxlm.memory.plan import compile_for
-from jaxlm.optim import adafactor, apply_updates, scale_by_factored_rms
+from jaxlm.optim import adafactor, apply_updates, decay_of_half_life, scale_by_factored_rms
 
 
 def test_two_steps_by_hand():
@@ -59,6 +59,22 @@ def test_a_stack_is_its_layers(shape, momentum):
             alone[layer] = optax.apply_updates(alone[layer], update)
             difference = np.abs(np.asarray(stacked[layer] - alone[layer])).max()
             assert difference <= 1e-6 * np.abs(np.asarray(alone[layer])).max()
+
+
+def test_a_fixed_decay_is_corrected_for_its_start():
+    """With gradients 1, 2, 3 the estimate is their weighted mean square, weights 1, b, b^2."""
+    tx = scale_by_factored_rms(fixed_decay=0.5, clipping_threshold=None)
+    state = tx.init(jnp.zeros(1))
+    for g in (1.0, 2.0, 3.0):
+        updates, state = tx.update(jnp.array([g]), state)
+    mean = (0.25 * 1 + 0.5 * 4 + 1 * 9) / 1.75
+    assert float(state.full[0]) == pytest.approx(mean, rel=1e-6)
+    assert float(updates[0]) == pytest.approx(3 / np.sqrt(mean), rel=1e-6)
+
+
+def test_half_life_of_the_second_moment_in_tokens():
+    """Ten updates of a tenth of the half-life halve a weight."""
+    assert decay_of_half_life(10e6, 1e6) ** 10 == pytest.approx(0.5)
 
 
 def test_stacked_vectors_are_told_by_their_path():

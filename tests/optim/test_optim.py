@@ -16,7 +16,22 @@ from jaxlm.optim import (
 )
 
 
-@pytest.mark.parametrize("module", ["adafactor", "clipping", "rounding", "rules"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "accumulation",
+        "adafactor",
+        "adamw_8bit",
+        "clipping",
+        "ema",
+        "float32",
+        "guard",
+        "muon",
+        "quantization",
+        "rounding",
+        "rules",
+    ],
+)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"jaxlm.optim.{module}"))
     assert result.attempted > 0

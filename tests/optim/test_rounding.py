@@ -4,8 +4,15 @@ import numpy as np
 import optax
 import pytest
 
-from jaxlm.optim import apply_updates, leaf_key, stochastic_round, stochastic_rounding
-from jaxlm.optim.rounding import nested_bits
+from jaxlm.optim import (
+    apply_updates,
+    kahan_rounding,
+    leaf_key,
+    residual_rounding,
+    stochastic_round,
+    stochastic_rounding,
+)
+from jaxlm.optim.rounding import join_residual, nested_bits, split_residual
 
 KEY = jax.random.key(0)
 
@@ -125,3 +132,96 @@ def test_the_chain_form_lands_where_apply_updates_lands():
         assert params["w"].dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(grads, state)
+
+
+def run(rounding, rate, updates, size=4000):
+    """Weights of 1.0 after so many updates of -rate, with the state of the rounding."""
+    tx = optax.chain(optax.sgd(rate), rounding)
+    params = jnp.ones(size, jnp.bfloat16)
+
+    def step(_, carry):
+        changes, state = tx.update(jnp.ones(size), carry[1], carry[0])
+        return optax.apply_updates(carry[0], changes), state
+
+    params, state = jax.jit(lambda c: jax.lax.fori_loop(0, updates, step, c))(
+        (params, tx.init(params))
+    )
+    return wide(params).astype(np.float64), state[1]
+
+
+@pytest.mark.parametrize(("rate", "updates"), [(1e-4, 1000), (3e-6, 6000)])
+def test_small_updates_by_rounding(rate, updates):
+    """Where weights of 1 end, and how far apart.
+
+    Noise grows like the root of the distance gone times the step: 2^-8 below 1 in bf16, 1/256 of
+    that in 24 bits. Kahan has none, but the compensation has eight bits too, so that small updates
+    are rounded and the smallest lost.
+    """
+    gone = updates * round(rate * 2**24) / 2**24  # float32 itself has steps of 2^-24 below 1
+    noise = np.sqrt(gone * 2**-8)
+    end, _ = run(stochastic_rounding(0), rate, updates)
+    assert end.std() == pytest.approx(noise, rel=0.1)
+    assert end.mean() == pytest.approx(1 - gone, abs=4 * noise / np.sqrt(4000))
+
+    end, state = run(residual_rounding(0), rate, updates)
+    exact = np.asarray(join_residual(jnp.asarray(end, jnp.bfloat16), state.residual), np.float64)
+    assert 0 < exact.std() < 1.1 * noise / 16
+    assert exact.mean() == pytest.approx(1 - gone, abs=4 * noise / 16 / np.sqrt(4000))
+    assert np.abs(end - exact).max() <= 2**-9  # the model's weight is the nearest bf16
+
+    end, state = run(kahan_rounding(), rate, updates)
+    lost = np.abs(end + wide(state.compensation) - (1 - gone)).max() / gone
+    assert lost < 0.01 if rate == 1e-4 else 0.5 < lost < 1
+
+
+def test_24_bits_are_split_and_joined_exactly():
+    """Every exponent, both signs: the nearest bf16, and the number rounded to 24 bits."""
+    rng = np.random.default_rng(0)
+    x = (rng.uniform(1, 2, 50_000) * 2.0 ** rng.integers(-120, 127, 50_000)).astype(np.float32)
+    x *= rng.choice([-1, 1], x.size).astype(np.float32)
+    down, up = (split_residual(jnp.asarray(x), jnp.full(x.shape, n, jnp.uint8)) for n in (0, 255))
+    low, high = np.asarray(join_residual(*down)), np.asarray(join_residual(*up))
+    assert np.all(np.abs(low) <= np.abs(x))
+    assert np.all(np.abs(high) >= np.abs(x))
+    step = 2.0 ** (np.floor(np.log2(np.abs(x.astype(np.float64)))) - 15)
+    assert np.all(np.abs(high.astype(np.float64) - low) <= step)
+    assert np.array_equal(
+        low, np.asarray(join_residual(*split_residual(low, np.full(x.size, 255, np.uint8))))
+    )
+    half = 2.0 ** (np.floor(np.log2(np.abs(low.astype(np.float64)))) - 8)
+    assert np.all(np.abs(wide(down[0]).astype(np.float64) - low) <= half)
+
+
+def test_24_bits_at_the_ends():
+    x = jnp.array([0.0, -0.0, 3.4e38, -3.4e38, jnp.inf, -jnp.inf, jnp.nan, 1e-40])
+    weight, residual = split_residual(x, jnp.full(x.shape, 255, jnp.uint8))
+    back = np.asarray(join_residual(weight, residual))
+    assert np.array_equal(np.signbit(back[:2]), [False, True])
+    assert np.all(np.abs(back[:2]) < 1e-43)  # stochastic rounding may leave zero by one step
+    assert np.all(np.isfinite(wide(weight)[2:4]))
+    assert np.array_equal(back[4:7], wide(x)[4:7], equal_nan=True)
+
+
+@pytest.mark.parametrize("rounding", [kahan_rounding(), residual_rounding(3)])
+def test_plain_apply_updates_lands_on_the_rounded_weight(rounding):
+    """Weights over many exponents; what is not bfloat16 passes through."""
+    params = {
+        "w": (jax.random.normal(KEY, (40, 30)) * 10.0 ** jnp.arange(-15, 15)).astype(jnp.bfloat16),
+        "scale": jnp.ones(30),
+    }
+    state = rounding.init(params)
+    updates = jax.tree.map(lambda p: (0.7 * p).astype(jnp.float32), params)
+    changes, state = jax.jit(rounding.update)(updates, state, params)
+    end = optax.apply_updates(params, changes)
+    assert np.array_equal(changes["scale"], updates["scale"])
+    expected = (wide(params["w"]) + wide(updates["w"])).astype(np.float64)
+    assert np.abs(wide(end["w"]) / expected - 1).max() <= 2**-8
+    kept = state.compensation["w"] if hasattr(state, "compensation") else None
+    whole = (
+        wide(end["w"]) + wide(kept)
+        if kept is not None
+        else join_residual(end["w"], state.residual["w"])
+    )
+    assert np.abs(np.asarray(whole, np.float64) / expected - 1).max() <= 2**-15
+    with pytest.raises(ValueError, match="needs the parameters"):
+        rounding.update(updates, state)
