@@ -152,8 +152,10 @@ def _backward(chunk_tokens, hits, residuals, cotangents: LossSums):
     scanned = _scanned(hidden_ND, targets_N, mask_N, chunk_tokens)
     head_grad_VD, hidden_grad = jax.lax.scan(add_chunk, jnp.zeros(head_VD.shape, wide), scanned)
     hidden_grad_ND = hidden_grad.reshape(-1, hidden_ND.shape[-1])[: hidden_ND.shape[0]]
-    # Targets and mask have no gradient.
-    return hidden_grad_ND, head_grad_VD.astype(head_VD.dtype), None, None
+    # Through one barrier, so that XLA rounds the head's gradient before it goes on with the layers;
+    # else its float32 sum stays until the optimizer reads it. Targets and mask have no gradient.
+    gradients = (hidden_grad_ND, head_grad_VD.astype(head_VD.dtype))
+    return *jax.lax.optimization_barrier(gradients), None, None
 
 
 _sums.defvjp(_forward, _backward)

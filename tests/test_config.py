@@ -55,6 +55,13 @@ WRONG = {
     "fractional fixed depth": ("depth: {distribution: fixed, mean: 2.5}", "mean (2.5)", "whole"),
     "gradient depth above the cap": ("depth: {backprop: 17}", "backprop (17)", "maximum (16)"),
     "decay without its schedule": ("optim: {decay_updates: 9}", "decay_updates (9)", "schedule"),
+    "momentum elsewhere": ("optim: {name: adamw, momentum: 0.9}", "momentum", "adafactor"),
+    "half-life elsewhere": ("optim: {name: muon, half_life_tokens: 9}", "half_life", "muon"),
+    "narrow sums in MultiSteps": (
+        "optim: {accumulation: optax_multisteps, accumulator_dtype: bfloat16}",
+        "accumulator_dtype",
+        "token_weighted",
+    ),
     "end above peak": ("optim: {end_learning_rate: 1}", "end_learning_rate (1)", "learning_rate"),
     "warm-up as long as the run": (
         "optim: {warmup_updates: 100}\ntraining: {updates: 100}",

@@ -19,14 +19,20 @@ class FlopsPerToken:
     forward: float
     # Backward pass: twice the forward pass of what carries gradient.
     backward: float
-    # What full rematerialisation computes again: layers with gradient but for their last product,
-    # whose result nothing needs, and the loss's logits.
+    # What the backward pass computes again: the logits, and what `config.remat` does not keep of
+    # the layers with gradient. With full that is all but their last product, whose result nothing
+    # needs; with dots it is attention's two products over positions.
     recomputed: float
 
     @property
     def training(self) -> float:
         """Forward and backward, without recomputation: the numerator of MFU."""
         return self.forward + self.backward
+
+    @property
+    def executed(self) -> float:
+        """Forward and backward, with recomputation: what the device has to do."""
+        return self.training + self.recomputed
 
 
 def layer_flops(config: ModelConfig, attended: float) -> float:
@@ -39,9 +45,22 @@ def layer_flops(config: ModelConfig, attended: float) -> float:
     """
     width, size = config.width, config.head_size
     projections = width * size * (2 * config.heads + 2 * config.key_value_heads)
-    attention = 2 * config.heads * size * attended
     mlp = 3 * width * config.feed_forward
-    return 2.0 * (projections + attention + mlp)
+    return 2.0 * (projections + mlp) + attention_flops(config, attended)
+
+
+def attention_flops(config: ModelConfig, attended: float) -> float:
+    """Forward operations per token of one layer's products over positions; see above."""
+    return 2.0 * 2 * config.heads * config.head_size * attended
+
+
+def recomputed_layer_flops(config: ModelConfig, attended: float) -> float:
+    """Forward operations per token of one layer that its backward pass repeats."""
+    if config.remat == "none":
+        return 0.0
+    if config.remat == "dots":
+        return attention_flops(config, attended)
+    return layer_flops(config, attended) - 2.0 * config.width * config.feed_forward
 
 
 def injection_flops(config: ModelConfig) -> float:
@@ -62,20 +81,20 @@ def flops_per_token(
         backprop_depth: core steps with gradient k, or their mean.
 
     Returns:
-        Operations of the forward pass, the backward pass and full rematerialisation.
+        Operations of the forward pass, the backward pass and recomputation.
     """
     layer = layer_flops(config, attended)
+    again = recomputed_layer_flops(config, attended)
     head = 2.0 * config.width * config.vocabulary
-    last_product = 2.0 * config.width * config.feed_forward
     if config.kind == "transformer":
         layers = config.transformer.layers
         once = layers * layer + head
-        return FlopsPerToken(once, 2 * once, once - layers * last_product)
+        return FlopsPerToken(once, 2 * once, layers * again + head)
     parts = config.recurrent
     once = (parts.prelude_layers + parts.coda_layers) * layer
     injection = injection_flops(config)
     core = parts.core_layers * layer + injection
     with_gradient = once + backprop_depth * core + head
+    # Rematerialisation is per layer: an injection's operands are kept.
     layers = parts.prelude_layers + parts.coda_layers + backprop_depth * parts.core_layers
-    recomputed = with_gradient - layers * last_product - backprop_depth * injection
-    return FlopsPerToken(once + depth * core + head, 2 * with_gradient, recomputed)
+    return FlopsPerToken(once + depth * core + head, 2 * with_gradient, layers * again + head)

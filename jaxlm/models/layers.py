@@ -248,8 +248,13 @@ def _look_up_forward(table_VD: Array, tokens: Array) -> tuple[Array, tuple[Array
 def _look_up_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, None]:
     table_VD, tokens = residuals
     wide = jnp.promote_types(table_VD.dtype, jnp.float32)
-    summed_VD = jnp.zeros(table_VD.shape, wide).at[tokens].add(grad.astype(wide))
-    return summed_VD.astype(table_VD.dtype), None
+    # Summed for the N tokens that are there, then put into place: a float32 table would be the
+    # largest temporary of a small batch.
+    size = min(tokens.size, table_VD.shape[0])
+    rows_N, place = jnp.unique(tokens, size=size, fill_value=len(table_VD), return_inverse=True)
+    summed_ND = jnp.zeros((size, table_VD.shape[1]), wide).at[place].add(grad.astype(wide))
+    grad_VD = jnp.zeros_like(table_VD).at[rows_N].set(summed_ND.astype(table_VD.dtype), mode="drop")
+    return grad_VD, None
 
 
 look_up.defvjp(_look_up_forward, _look_up_backward)

@@ -24,6 +24,7 @@ from jaxlm.optim.rounding import (
     residual_rounding,
     stochastic_round,
     stochastic_rounding,
+    update_key,
 )
 from jaxlm.optim.rules import match_rules
 from jaxlm.optim.schedules import warmup_constant, warmup_cosine, warmup_stable_decay
@@ -60,6 +61,7 @@ __all__ = [
     "stochastic_round",
     "stochastic_rounding",
     "to_float32",
+    "update_key",
     "warmup_constant",
     "warmup_cosine",
     "warmup_stable_decay",

@@ -8,7 +8,7 @@ import optax
 from jax import Array
 
 from jaxlm.optim.guard import all_finite, select
-from jaxlm.optim.rounding import leaf_key, stochastic_round
+from jaxlm.optim.rounding import leaf_key, stochastic_round, update_key
 from jaxlm.optim.rules import path_name
 
 
@@ -141,7 +141,7 @@ def accumulate_tokens(
             raise ValueError("accumulate_tokens needs update(..., target_tokens=)")
         assert isinstance(state, AccumulateTokensState)
         windows = state.updates + state.nonfinite_windows + state.empty_windows
-        key = jax.random.fold_in(jax.random.key(seed), windows)
+        key = update_key(seed, "accumulate_tokens", windows)
         key = jax.random.fold_in(key, state.micro_batches)
 
         # Sums are zeroed at a window's start, by a product: selecting zeros would copy them. What

@@ -9,7 +9,7 @@ import optax
 from jax import Array
 
 from jaxlm.optim.quantization import UNSIGNED, dequantize, is_quantized, quantize, spread
-from jaxlm.optim.rounding import leaf_key, nested_bits
+from jaxlm.optim.rounding import leaf_key, nested_bits, update_key
 from jaxlm.optim.rules import LayerRules, layer_axes, path_name, unused, unzip
 
 
@@ -137,9 +137,7 @@ def scale_by_adam_8bit(
             update = direction(m, jnp.maximum(new, one_step))
             noise = other_noise = None
             if seed is not None:
-                key = leaf_key(
-                    jax.random.fold_in(jax.random.key(seed), state.step), path_name(path)
-                )
+                key = leaf_key(update_key(seed, "scale_by_adam_8bit", state.step), path_name(path))
                 bits = nested_bits(key, g.shape, first_layer)
                 noise = ((bits & 255).astype(jnp.float32) + 0.5) / 256
                 other_noise = ((bits >> 8).astype(jnp.float32) + 0.5) / 256

@@ -9,7 +9,7 @@ import optax
 from jax import Array
 
 from jaxlm.optim.quantization import dequantize, is_quantized, quantize
-from jaxlm.optim.rounding import leaf_key, nested_bits
+from jaxlm.optim.rounding import leaf_key, nested_bits, update_key
 from jaxlm.optim.rules import LayerRules, layer_axes, path_name, unused, unzip
 
 
@@ -85,7 +85,7 @@ def ema_8bit(
     ) -> tuple[optax.Updates, Ema8bitState]:
         del params, extra_args
         assert isinstance(state, Ema8bitState)
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key = update_key(seed, "ema_8bit", state.step)
 
         def leaf(path: tuple, u: Array, mean: Array, scale: Array) -> tuple[Array, Array, Array]:
             if mean.dtype != jnp.int8:

@@ -4,14 +4,14 @@ Rounding to nearest drops every change below half the distance to the next bf16 
 weight 1 is 1/256 below and 1/128 above. Three transforms do better, each the last of its chain:
 
   stochastic_rounding   0 bytes a weight: right on average, with noise of about one bf16 step
-  residual_rounding     1 byte: the weight has 24 bits, so that the noise is 256 times smaller
+  residual_rounding     1 byte: the weight has 24 bits: steps are 256 times finer, noise is 16 times less
   kahan_rounding        2 bytes: what one update loses is added to the next; no randomness
 
 Each replaces the update of a bfloat16 parameter by the difference between the rounded sum and the
 parameter, in float32, so that plain `optax.apply_updates` lands on the rounded sum exactly. Other
-leaves pass through. Random bits are a function of the seed, the update, the leaf's path and the
-indices of layer and row. `first_layer` is the index of the first layer in stacked leaves, for
-callers that hold a slice of a stack.
+leaves pass through. Random bits are a function of the seed, the transform, the update, the leaf's
+path and the indices of layer and row. `first_layer` is the index of the first layer in stacked
+leaves, for callers that hold a slice of a stack.
 """
 
 import zlib
@@ -40,6 +40,20 @@ def nested_bits(key: Array, shape: tuple[int, ...], first: int | Array = 0) -> A
         return jax.random.bits(key, shape, jnp.uint16)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(first + jnp.arange(shape[0]))
     return jax.vmap(lambda k: nested_bits(k, shape[1:]))(keys)
+
+
+def update_key(seed: int | Array, purpose: str, step: Array) -> Array:
+    """The key of one update of one transform: transforms with one seed draw bits of their own.
+
+    Args:
+        seed: an integer, or a typed random key.
+        purpose: the transform's name.
+        step: number of the update.
+    """
+    key = jnp.asarray(seed)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.key(seed)
+    return jax.random.fold_in(leaf_key(key, purpose), step)
 
 
 def leaf_key(key: Array, name: str) -> Array:
@@ -135,14 +149,14 @@ class StochasticRoundingState(NamedTuple):
     step: Array
 
 
-def stochastic_rounding(seed: int) -> optax.GradientTransformationExtraArgs:
+def stochastic_rounding(seed: int | Array) -> optax.GradientTransformationExtraArgs:
     """Round each bfloat16 weight up or down, with the probabilities that are right on average.
 
     Costs no memory. The noise of about one bf16 step per update averages out over updates, as long
     as weights are not much larger than what the rate moves them by in many updates.
 
     Args:
-        seed: seed of all random bits.
+        seed: seed of all random bits, an integer or a typed random key.
 
     Returns:
         A transform with state :class:`StochasticRoundingState`; `params` must be given to `update`.
@@ -179,7 +193,7 @@ def stochastic_rounding(seed: int) -> optax.GradientTransformationExtraArgs:
         del extra_args
         params = _needs(params, "stochastic_rounding")
         assert isinstance(state, StochasticRoundingState)
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key = update_key(seed, "stochastic_rounding", state.step)
         rounded = apply_updates(params, updates, key, first_layer)
         changes = jax.tree.map(
             lambda new, old, u: _difference(new, old) if old.dtype == jnp.bfloat16 else u,
@@ -305,14 +319,15 @@ def split_residual(x: Array, noise: Array) -> tuple[Array, Array]:
     return jnp.where(finite, weight, x.astype(jnp.bfloat16)), jnp.where(finite, residual, 0)
 
 
-def residual_rounding(seed: int) -> optax.GradientTransformationExtraArgs:
+def residual_rounding(seed: int | Array) -> optax.GradientTransformationExtraArgs:
     """Give each bfloat16 weight eight more bits, and round the rest stochastically.
 
     Costs 1 byte a weight. The weight that learns has 24 bits (16 of mantissa); the model sees the
-    bfloat16 nearest to it. Noise is 256 times smaller than with :func:`stochastic_rounding`.
+    bfloat16 nearest to it. Steps are 256 times finer than with :func:`stochastic_rounding`, and the
+    noise that many updates leave is 16 times less.
 
     Args:
-        seed: seed of all random bits.
+        seed: seed of all random bits, an integer or a typed random key.
 
     Returns:
         A transform with state :class:`ResidualRoundingState`; `params` must be given to `update`.
@@ -358,7 +373,7 @@ def residual_rounding(seed: int) -> optax.GradientTransformationExtraArgs:
         del extra_args
         params = _needs(params, "residual_rounding")
         assert isinstance(state, ResidualRoundingState)
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key = update_key(seed, "residual_rounding", state.step)
 
         def leaf(path: tuple, u: Array, p: Array, residual: Array) -> tuple[Array, Array]:
             if p.dtype != jnp.bfloat16:

@@ -41,6 +41,7 @@ from jaxlm.models.flops import flops_per_token
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce
 from jaxlm.training.metrics import EVALUATIONS, METRICS, RunLog, read_records
+from jaxlm.training.optimizer import describe_optimizer
 from jaxlm.training.resume import config_changes, data_changes
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import StepMetrics, StepSpec, init_state, step_spec, train_step
@@ -461,6 +462,7 @@ def train(config: Config, allow_changes: bool = False) -> int:
     """
     run = Run(config, allow_changes)
     try:
+        print(f"Update: {describe_optimizer(run.config)}", flush=True)
         if run.progress.update:
             print(f"Continuing {run.directory} after update {run.progress.update}", flush=True)
         received = run.train()

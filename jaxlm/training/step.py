@@ -15,12 +15,12 @@ from jax import Array
 from jaxlm.config import Config, LossConfig, ModelConfig, OptimConfig
 from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
 from jaxlm.models.build import Params, apply, init_params
-from jaxlm.optim import apply_updates, global_norm
+from jaxlm.optim import add_gradients, global_norm, to_float32
 from jaxlm.training.optimizer import applied_learning_rate, build_optimizer, norm_before_clipping
 from jaxlm.training.state import TrainState
 
 # Purposes that the run's seed is folded with; depth draws have their own generator.
-INIT, NOISE, ROUNDING = 0, 1, 2
+INIT, NOISE, ROUNDING, ACCUMULATION = 0, 1, 2, 3
 
 # A window's arrays, see data/pipeline.py.
 Window = dict[str, Array]
@@ -37,6 +37,8 @@ class StepSpec:
     updates: int
     # Micro-batches an update.
     micro_batches: int
+    # Tokens an update.
+    window_tokens: int
     # Mean training depth; scales the init.
     expected_depth: float
     # Static bound of the gradient depth.
@@ -53,6 +55,7 @@ def step_spec(config: Config, vocabulary_size: int, updates: int) -> StepSpec:
         optim=config.optim,
         updates=updates,
         micro_batches=config.training.micro_batches,
+        window_tokens=config.training.window_rows * config.data.sequence_length,
         expected_depth=config.depth.mean,
         max_backprop_depth=config.depth.max_backprop,
         seed=config.run.seed,
@@ -83,13 +86,13 @@ class StepMetrics(NamedTuple):
 
 
 def _optimizer(spec: StepSpec) -> optax.GradientTransformationExtraArgs:
-    return build_optimizer(spec.optim, spec.updates, spec.micro_batches)
-
-
-def _to_float32(tree: optax.Params) -> optax.Params:
-    # The optimizer computes and keeps its state in float32 whatever the weights' dtype is: bf16
-    # second moments cannot decay (0.999 rounds to 1).
-    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+    return build_optimizer(
+        spec.optim,
+        updates=spec.updates,
+        micro_batches=spec.micro_batches,
+        window_tokens=spec.window_tokens,
+        key=jax.random.fold_in(jax.random.key(spec.seed), ROUNDING),
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -97,7 +100,7 @@ def init_state(spec: StepSpec) -> TrainState:
     """The state before the first update, a function of the seed."""
     key = jax.random.fold_in(jax.random.key(spec.seed), INIT)
     params = init_params(spec.model, spec.expected_depth, key)
-    opt_state = _optimizer(spec).init(_to_float32(params))
+    opt_state = _optimizer(spec).init(params)
     return TrainState(update=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
 
 
@@ -145,7 +148,11 @@ def loss_sums(
 def window_gradients(
     spec: StepSpec, state: TrainState, window: Window, depth: Array, backprop: Array
 ) -> tuple[optax.Updates, Array, LossSums]:
-    """Gradient sums (float32) of a window's micro-batches, summed loss, and the loss's parts."""
+    """Gradient sums of a window's micro-batches, summed loss, and the loss's parts.
+
+    One micro-batch has its gradient in the weights' dtype. Of several, the sum is computed in
+    float32 and kept in the dtype that the configuration names.
+    """
     micro_batches, rows = window["block"].shape
     keys = row_keys(spec.seed, state.update, jnp.arange(micro_batches * rows))
     keys = keys.reshape(micro_batches, rows)
@@ -155,19 +162,31 @@ def window_gradients(
         (total, sums), grads = jax.value_and_grad(loss, has_aux=True)(
             state.params, batch, keys_B, depth, backprop
         )
-        return _to_float32(grads), total, sums
+        return grads, total, sums
 
     if micro_batches == 1:
         return gradients(jax.tree.map(lambda x: x[0], window), keys[0])
 
-    def accumulate(carry, scanned):
-        return jax.tree.map(jnp.add, carry, gradients(*scanned)), None
+    key = jax.random.fold_in(jax.random.key(spec.seed), ACCUMULATION)
+    key = jax.random.fold_in(key, state.update)
 
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype),
-        jax.eval_shape(gradients, jax.tree.map(lambda x: x[0], window), keys[0]),
+    def accumulate(carry, scanned):
+        sum_of_grads, *sums = carry
+        grads, *parts = gradients(*scanned[1:])
+        sum_of_grads = add_gradients(sum_of_grads, grads, jax.random.fold_in(key, scanned[0]))
+        return (sum_of_grads, *jax.tree.map(jnp.add, sums, parts)), None
+
+    def zeros(p: Array) -> Array:
+        wide = jnp.promote_types(p.dtype, jnp.float32)
+        narrow = spec.optim.accumulator_dtype == "bfloat16"
+        return jnp.zeros(p.shape, jnp.bfloat16 if narrow else wide)
+
+    _, *sums = jax.eval_shape(gradients, jax.tree.map(lambda x: x[0], window), keys[0])
+    start = (
+        jax.tree.map(zeros, state.params),
+        *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
     )
-    return jax.lax.scan(accumulate, zeros, (window, keys))[0]
+    return jax.lax.scan(accumulate, start, (jnp.arange(micro_batches), window, keys))[0]
 
 
 def multisteps_updates(
@@ -176,7 +195,6 @@ def multisteps_updates(
     window: Window,
     depth: Array,
     backprop: Array,
-    params: optax.Params,
 ) -> tuple[optax.Updates, optax.OptState, Array, LossSums]:
     """Feed micro-batches to a stock optax.MultiSteps, whose last call emits the update.
 
@@ -193,8 +211,8 @@ def multisteps_updates(
         (loss, parts), grads = jax.value_and_grad(functools.partial(loss_sums, spec), has_aux=True)(
             state.params, *scanned, depth, backprop
         )
-        grads = jax.tree.map(lambda g: g * (micro_batches / tokens), _to_float32(grads))
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        grads = jax.tree.map(lambda g: g * (micro_batches / tokens), to_float32(grads))
+        updates, opt_state = optimizer.update(grads, opt_state, state.params)
         return updates, (opt_state, total + loss, jax.tree.map(jnp.add, sums, parts))
 
     zero = jnp.zeros((), jnp.float32)
@@ -226,37 +244,32 @@ def train_step(
         The next state and what to report. A window without target tokens, or with a loss, gradient
         or change that is not finite, leaves parameters and optimizer state as they were.
     """
-    params = _to_float32(state.params)
     if spec.optim.accumulation == "optax_multisteps":
-        updates, opt_state, total, sums = multisteps_updates(
-            spec, state, window, depth, backprop, params
-        )
+        updates, opt_state, total, sums = multisteps_updates(spec, state, window, depth, backprop)
         tokens = jnp.maximum(sums.target_tokens, 1.0)
     else:
         grads, total, sums = window_gradients(spec, state, window, depth, backprop)
         tokens = jnp.maximum(sums.target_tokens, 1.0)
-        grads = jax.tree.map(lambda g: g / tokens, grads)
-        updates, opt_state = _optimizer(spec).update(grads, state.opt_state, params)
+        grads = jax.tree.map(lambda g: g / tokens, to_float32(grads))
+        updates, opt_state = _optimizer(spec).update(grads, state.opt_state, state.params)
+    # What decides is known before anything is written: where it hung on the new weights, XLA would
+    # hold all of them beside the old ones.
     grad_norm = norm_before_clipping(opt_state)
-
-    if spec.optim.rounding == "stochastic":
-        key = jax.random.fold_in(jax.random.key(spec.seed), ROUNDING)
-        new_params = apply_updates(state.params, updates, jax.random.fold_in(key, state.update))
-    else:
-        new_params = optax.apply_updates(state.params, updates)
-    update_norm = global_norm(
-        jax.tree.map(lambda new, wide: new.astype(wide.dtype) - wide, new_params, params)
-    )
-    finite = jnp.isfinite(total) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
+    finite = jnp.isfinite(total) & jnp.isfinite(grad_norm)
     applied = finite & (sums.target_tokens > 0)
 
-    def choose(new, old):
-        return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
+    def choose(new: Array, old: Array) -> Array:
+        # A change that is not finite though the gradient was keeps the element it would spoil.
+        return jnp.where(applied & jnp.isfinite(new), new, old)
 
+    new_params = optax.apply_updates(state.params, updates)
     next_state = TrainState(
         update=state.update + 1,
-        params=choose(new_params, state.params),
-        opt_state=choose(opt_state, state.opt_state),
+        params=jax.tree.map(choose, new_params, state.params),
+        opt_state=jax.tree.map(choose, opt_state, state.opt_state),
+    )
+    update_norm = global_norm(
+        jax.tree.map(jnp.subtract, to_float32(next_state.params), to_float32(state.params))
     )
     metrics = StepMetrics(
         loss=total / tokens,

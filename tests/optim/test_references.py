@@ -22,8 +22,9 @@ ADAMW = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 def trainer_chain():
     """The chain of a run with these settings."""
+    config = OptimConfig(name="adamw", learning_rate=3e-3, schedule="constant", beta2=0.95)
     return build_optimizer(
-        OptimConfig(name="adamw", learning_rate=3e-3, schedule="constant", beta2=0.95), 20, 1
+        config, updates=20, micro_batches=1, window_tokens=1, key=jax.random.key(0)
     )
 
 

@@ -11,6 +11,7 @@ from jaxlm.optim import (
     residual_rounding,
     stochastic_round,
     stochastic_rounding,
+    update_key,
 )
 from jaxlm.optim.rounding import join_residual, nested_bits, split_residual
 
@@ -124,7 +125,7 @@ def test_the_chain_form_lands_where_apply_updates_lands():
         grads = jax.tree.map(
             lambda p, i=i: jax.random.normal(jax.random.fold_in(KEY, i), p.shape) * 1e-3, params
         )
-        key = jax.random.fold_in(jax.random.key(5), i)
+        key = update_key(5, "stochastic_rounding", i)
         expected = apply_updates(params, jax.tree.map(lambda g: -g, grads), key)
         updates, state = jax.jit(tx.update)(grads, state, params)
         params = optax.apply_updates(params, updates)

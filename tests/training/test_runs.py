@@ -51,7 +51,7 @@ def config_for(directory: Path, name: str = "run", /, **sections) -> Config:
         "model": tiny_model(dropout=0.1, width=16, heads=2, feed_forward=32),
         "depth": DepthConfig(mean=3.0, maximum=6, backprop=2),
         "loss": LossConfig(chunk_tokens=16),
-        "optim": OptimConfig(learning_rate=1e-2, warmup_updates=4),
+        "optim": OptimConfig(name="adamw", learning_rate=1e-2, warmup_updates=4),
         "training": TrainingConfig(updates=40, micro_batch_rows=2, micro_batches=2),
         "evaluation": EvaluationConfig(every=0, depths=(1, 2), batch_rows=4, rows=8),
         "checkpoint": CheckpointConfig(every=9, keep=2),
@@ -225,7 +225,7 @@ def test_two_tiny_documents_are_learnt(tmp_path, kind):
             transformer=TransformerConfig(layers=1),
         ),
         depth=DepthConfig(distribution="fixed", mean=4.0, maximum=4),
-        optim=OptimConfig(learning_rate=1e-2, warmup_updates=5, weight_decay=0.0),
+        optim=OptimConfig(name="adamw", learning_rate=1e-2, warmup_updates=5, weight_decay=0.0),
         training=TrainingConfig(micro_batch_rows=1, micro_batches=2),
         evaluation=EvaluationConfig(every=0, depths=(4,), batch_rows=2),
         logging=LoggingConfig(tensorboard=False),
@@ -303,7 +303,7 @@ def test_the_last_window_of_the_data_is_applied_with_its_true_weight(tmp_path):
         model=tiny_model("transformer", width=16, heads=2, feed_forward=32),
         data=DataConfig(directory=str(data), sequence_length=8, layout="padded"),
         training=TrainingConfig(micro_batch_rows=2, micro_batches=2),
-        optim=OptimConfig(learning_rate=1e-3),
+        optim=OptimConfig(name="adamw", learning_rate=1e-3),
     )
     assert loop.train(config) == 0
     records = read_records(directory_of(config) / "metrics.jsonl")
@@ -322,7 +322,7 @@ def test_windows_without_targets_are_counted(tmp_path):
         model=tiny_model("transformer", width=16, heads=2, feed_forward=32),
         data=DataConfig(directory=str(data), sequence_length=4, layout="padded"),
         training=TrainingConfig(micro_batch_rows=1),
-        optim=OptimConfig(learning_rate=1e-3, warmup_updates=3),
+        optim=OptimConfig(name="adamw", learning_rate=1e-3, warmup_updates=3),
     )
     assert loop.train(config) == 0
     records = read_records(directory_of(config) / "metrics.jsonl")
@@ -387,7 +387,7 @@ REFUSED = {
         "optim.name: was 'adamw', is 'adafactor'",
     ),
     "rate": (
-        {"optim": OptimConfig(learning_rate=2e-2, warmup_updates=4)},
+        {"optim": OptimConfig(name="adamw", learning_rate=2e-2, warmup_updates=4)},
         "optim.learning_rate: was 0.01, is 0.02 (allowed with --allow-changes)",
     ),
     "depth": (
@@ -491,7 +491,7 @@ def test_other_data_is_refused_by_field(random_data, started, tmp_path):
 
 
 def test_allowed_changes_are_recorded(random_data, started, monkeypatch):
-    optim = OptimConfig(learning_rate=2e-2, warmup_updates=4)
+    optim = OptimConfig(name="adamw", learning_rate=2e-2, warmup_updates=4)
     config = config_for(random_data, optim=optim)
     until(monkeypatch, 6)
     assert loop.train(config, allow_changes=True) == 0
@@ -509,7 +509,7 @@ def test_allowed_changes_are_recorded(random_data, started, monkeypatch):
         (
             {
                 "training": TrainingConfig(updates=None, micro_batch_rows=32),
-                "optim": OptimConfig(warmup_updates=500),
+                "optim": OptimConfig(name="adamw", warmup_updates=500),
             },
             r"optim.warmup_updates \(500\) must be below training.updates \(\d+\); the data gives",
         ),

@@ -7,12 +7,13 @@ import optax
 import pytest
 from helpers import largest_difference, tiny_model
 
-from jaxlm.config import LossConfig, OptimConfig
+from jaxlm.config import Config, LossConfig, OptimConfig, TrainingConfig
 from jaxlm.losses import LossSums
 from jaxlm.training import step as step_module
 from jaxlm.training.optimizer import (
     applied_learning_rate,
     build_optimizer,
+    describe_optimizer,
     norm_before_clipping,
 )
 from jaxlm.training.step import StepSpec, init_state, train_step, window_gradients
@@ -25,9 +26,10 @@ def spec_of(model=None, optim=None, **settings):
         **{
             "model": model or tiny_model("transformer"),
             "loss": LossConfig(chunk_tokens=8),
-            "optim": optim or OptimConfig(learning_rate=1e-2),
+            "optim": optim or OptimConfig(name="adamw", learning_rate=1e-2),
             "updates": 100,
             "micro_batches": 1,
+            "window_tokens": 64,
             "expected_depth": 3.0,
             "max_backprop_depth": 2,
             "seed": 0,
@@ -63,14 +65,17 @@ def gradients(spec, window):
 
 @pytest.mark.parametrize("kind", ["recurrent", "transformer"])
 def test_gradients_do_not_depend_on_the_split(kind):
-    """Rows of 1 to 8 target tokens in 1, 2, 4, 8 micro-batches, dropout and noise included."""
+    """Rows of 1 to 8 target tokens in 1, 2, 4, 8 micro-batches, dropout and noise included.
+
+    Float32 sums in another order differ by about 1e-6; the test below holds the rule to 1e-10.
+    """
     lengths = list(range(1, 9))
     spec = spec_of(tiny_model(kind, dropout=0.1))
     expected, loss, tokens = gradients(spec, window_of(1, lengths))
     assert tokens == 36
     for micro_batches in (2, 4, 8):
         got, other_loss, _ = gradients(spec, window_of(micro_batches, lengths))
-        assert largest_difference(expected, got) <= 1e-6
+        assert largest_difference(expected, got) <= 2e-6
         assert other_loss == pytest.approx(loss, rel=1e-6)
 
 
@@ -118,12 +123,14 @@ def test_losses_are_weighted_by_target_tokens(monkeypatch, accumulation):
         "positions": jnp.zeros((2, 1, 301), jnp.int32),
     }
     optim = OptimConfig(
-        learning_rate=1.0, schedule="constant", accumulation=accumulation, clip="off"
+        name="adamw", learning_rate=1.0, schedule="constant", accumulation=accumulation, clip="off"
     )
     spec = spec_of(optim=optim, micro_batches=2)
     monkeypatch.setattr(step_module, "build_optimizer", plain_sgd)
     params = {"w": jnp.ones(())}
-    state = step_module.TrainState(jnp.int32(0), params, plain_sgd(optim, 100, 2).init(params))
+    state = step_module.TrainState(
+        jnp.int32(0), params, plain_sgd(optim, micro_batches=2).init(params)
+    )
     after, metrics = step_module.train_step.__wrapped__(spec, state, window, DEPTH, BACKPROP)
     assert float(metrics.loss) == pytest.approx(3.5)
     assert int(metrics.target_tokens) == 400
@@ -131,7 +138,7 @@ def test_losses_are_weighted_by_target_tokens(monkeypatch, accumulation):
     assert float(after.params["w"]) == pytest.approx(1.0 - 3.5)
 
 
-def plain_sgd(config, updates, micro_batches):
+def plain_sgd(config, *, micro_batches, **settings):
     from jaxlm.optim import clip_by_global_norm
 
     def chain(learning_rate):
@@ -147,7 +154,9 @@ def test_multisteps_makes_the_same_update():
     """The stock accumulator and our sum agree, with unequal lengths and padding rows."""
     results = []
     for accumulation in ("token_weighted", "optax_multisteps"):
-        optim = OptimConfig(learning_rate=1e-2, accumulation=accumulation, warmup_updates=3)
+        optim = OptimConfig(
+            name="adamw", learning_rate=1e-2, accumulation=accumulation, warmup_updates=3
+        )
         spec = spec_of(optim=optim, micro_batches=4)
         state = init_state(spec)
         for seed in range(3):
@@ -160,6 +169,7 @@ def test_multisteps_makes_the_same_update():
 def test_one_update_is_adamw_by_hand():
     """Against an independent AdamW in NumPy, from the gradient of the same window."""
     optim = OptimConfig(
+        name="adamw",
         learning_rate=1e-2,
         schedule="constant",
         beta2=0.9,
@@ -195,7 +205,13 @@ def test_one_update_is_adamw_by_hand():
     assert float(metrics.update_norm) == pytest.approx(change, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "optax_adafactor"])
+def optimizer(config):
+    return build_optimizer(
+        config, updates=100, micro_batches=1, window_tokens=64, key=jax.random.key(0)
+    )
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "muon", "optax_adafactor"])
 def test_decay_pulls_matrices_and_embeddings_alone_and_scales_with_the_rate(name):
     spec = spec_of(tiny_model(injection="diagonal"))
     params = init_state(spec).params
@@ -203,7 +219,7 @@ def test_decay_pulls_matrices_and_embeddings_alone_and_scales_with_the_rate(name
 
     def change(rate):
         config = OptimConfig(name=name, learning_rate=rate, schedule="constant", weight_decay=0.1)
-        tx = build_optimizer(config, 100, 1)
+        tx = optimizer(config)
         return tx.update(zeros, tx.init(params), params)[0]
 
     for rate in (1e-2, 1e-4):
@@ -220,8 +236,8 @@ def test_decay_pulls_matrices_and_embeddings_alone_and_scales_with_the_rate(name
 
 
 def test_logged_rate_and_norm_are_those_in_the_state():
-    config = OptimConfig(learning_rate=1.0, warmup_updates=10)
-    tx = build_optimizer(config, 100, 1)
+    config = OptimConfig(name="adamw", learning_rate=1.0, warmup_updates=10)
+    tx = optimizer(config)
     params = {"kernel": jnp.ones((2, 2))}
     state, rates = tx.init(params), []
     for _ in range(11):
@@ -233,7 +249,7 @@ def test_logged_rate_and_norm_are_those_in_the_state():
 
 
 def test_a_window_without_targets_makes_no_update_and_does_not_advance_the_rate():
-    optim = OptimConfig(learning_rate=1e-2, warmup_updates=10)
+    optim = OptimConfig(name="adamw", learning_rate=1e-2, warmup_updates=10)
     spec = spec_of(optim=optim)
     full, empty = window_of(1, [3, 8]), window_of(1, [0, 0])
     state, first = train_step(spec, init_state(spec), full, DEPTH, BACKPROP)
@@ -256,7 +272,7 @@ def test_a_window_without_targets_makes_no_update_and_does_not_advance_the_rate(
 @pytest.mark.parametrize("accumulation", ["token_weighted", "optax_multisteps"])
 def test_a_gradient_that_is_not_finite_costs_its_window_alone(accumulation):
     """Also where optax.MultiSteps would keep the NaN for ever."""
-    optim = OptimConfig(learning_rate=1e-2, accumulation=accumulation)
+    optim = OptimConfig(name="adamw", learning_rate=1e-2, accumulation=accumulation)
     spec = spec_of(optim=optim, micro_batches=2)
     clean = window_of(2, [3, 8])
     state = init_state(spec)
@@ -284,16 +300,18 @@ def test_a_gradient_that_is_not_finite_costs_its_window_alone(accumulation):
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulation"),
+    "settings",
     [
-        ("adamw", "token_weighted"),
-        ("adafactor", "token_weighted"),
-        ("adamw", "optax_multisteps"),
+        {"name": "adamw"},
+        {"name": "muon", "accumulator_dtype": "bfloat16"},
+        {"name": "adafactor", "half_life_tokens": 100},
+        {"name": "adamw", "accumulation": "optax_multisteps"},
     ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
 )
-def test_state_is_stable_and_float32_under_bfloat16_weights(name, accumulation):
+def test_state_is_stable_and_float32_under_bfloat16_weights(settings):
     model = tiny_model(param_dtype="bfloat16", compute_dtype="bfloat16")
-    optim = OptimConfig(name=name, learning_rate=1e-2, accumulation=accumulation)
+    optim = OptimConfig(learning_rate=1e-2, **settings)
     spec = spec_of(model, optim, micro_batches=2)
     state = init_state(spec)
     kinds = jax.tree.map(lambda x: (x.shape, x.dtype), state)
@@ -309,7 +327,9 @@ def test_small_updates_of_bfloat16_weights_are_kept_on_average():
     model = tiny_model("transformer", param_dtype="bfloat16", compute_dtype="bfloat16")
     moved = {}
     for rounding in ("stochastic", "nearest"):
-        optim = OptimConfig(learning_rate=1e-5, schedule="constant", rounding=rounding)
+        optim = OptimConfig(
+            name="adamw", learning_rate=1e-5, schedule="constant", rounding=rounding
+        )
         spec = spec_of(model, optim)
         before = jax.tree.map(lambda x: np.asarray(x, np.float32), init_state(spec).params)
         state, _ = train_step(spec, init_state(spec), window_of(1, [3, 8]), DEPTH, BACKPROP)
@@ -335,3 +355,29 @@ def test_z_loss_is_the_mean_squared_log_partition():
     mean_square = float(sums.squared_log_partition) / 11
     assert mean_square > np.log(64) ** 2  # uniform logits of zero have the least
     assert float(metrics.loss - metrics.cross_entropy) == pytest.approx(0.5 * mean_square, rel=1e-4)
+
+
+def test_a_bfloat16_sum_over_micro_batches_is_right_on_average():
+    """The gradient of eight micro-batches against the float32 sum: unbiased, a few per cent off."""
+    lengths = list(range(1, 9))
+    narrow = OptimConfig(name="adamw", learning_rate=1e-2, accumulator_dtype="bfloat16")
+    exact, _, _ = gradients(spec_of(), window_of(8, lengths))
+    got, _, _ = gradients(spec_of(optim=narrow), window_of(8, lengths))
+    one = np.concatenate([np.ravel(x) for x in jax.tree.leaves(exact)]).astype(np.float64)
+    two = np.concatenate([np.ravel(x) for x in jax.tree.leaves(got)]).astype(np.float64)
+    assert two @ one / (one @ one) == pytest.approx(1, abs=2e-3)
+    assert 1e-3 < np.linalg.norm(two - one) / np.linalg.norm(one) < 2e-2
+
+
+def test_what_a_run_says_of_its_optimizer():
+    optim = {"accumulator_dtype": "bfloat16", "half_life_tokens": 10_000_000}
+    config = Config(
+        optim=OptimConfig(learning_rate=1e-2, warmup_updates=10, **optim),
+        model=tiny_model(param_dtype="bfloat16"),
+        training=TrainingConfig(updates=100, micro_batches=4),
+    )
+    assert describe_optimizer(config) == (
+        "sum of 4 micro-batches in bfloat16, divided by target tokens -> clip to global norm 1 -> "
+        "adafactor(half-life 10,000,000 tokens) -> decay 0.1 of matrices and embeddings -> "
+        "cosine rate, peak 0.01, warm-up 10 of 100 updates -> stochastic rounding to bfloat16"
+    )
