@@ -4,7 +4,7 @@ Rounding to nearest drops every change below half the distance to the next bf16 
 weight 1 is 1/256 below and 1/128 above. Three transforms do better, each the last of its chain:
 
   stochastic_rounding   0 bytes a weight: right on average, with noise of about one bf16 step
-  residual_rounding     1 byte: the weight has 24 bits: steps are 256 times finer, noise is 16 times less
+  residual_rounding     1 byte: 24 bits in all, steps 256 times finer, 16 times less noise
   kahan_rounding        2 bytes: what one update loses is added to the next; no randomness
 
 Each replaces the update of a bfloat16 parameter by the difference between the rounded sum and the
