@@ -287,8 +287,11 @@ class OptimConfig:
     half_life_tokens: Positive | None = None
     # Decoupled weight decay, multiplied by the learning rate; matrices and embeddings only.
     weight_decay: Rate = 0.1
-    # global: scale the gradient to a global norm of at most max_norm. off: never scale.
-    clip: Literal["global", "off"] = "global"
+    # global: scale the gradient to a global norm of at most max_norm. rms: only adafactor's own
+    # limit on each layer's update. off: never scale. With training.update: in_backward, whose
+    # gradients never exist together, not global but two_pass (the same, for a second backward
+    # pass), previous_norm (scale by the last update's norm), rms or off.
+    clip: Literal["global", "rms", "two_pass", "previous_norm", "off"] = "global"
     # Largest global gradient norm after clipping.
     max_norm: Annotated[float, Field(gt=0.0)] = 1.0
     # token_weighted: sum gradients over micro-batches and divide once. optax_multisteps: the same
@@ -303,6 +306,10 @@ class OptimConfig:
             self.end_learning_rate <= self.learning_rate,
             f"end_learning_rate ({self.end_learning_rate:g}) is above "
             f"learning_rate ({self.learning_rate:g})",
+        )
+        _require(
+            self.clip != "rms" or self.name == "adafactor",
+            f"clip: rms is adafactor's own limit; name is {self.name}",
         )
         _require(
             self.name == "adafactor" or not (self.momentum or self.half_life_tokens),
@@ -330,6 +337,12 @@ class TrainingConfig:
     micro_batch_rows: Positive = 8
     # Micro-batches an update; rows a window = micro_batch_rows * micro_batches.
     micro_batches: Positive = 1
+    # after_backward: all gradients, then the optimizer. in_backward: the optimizer runs on each
+    # layer as the backward pass reaches it, so that no full gradient ever exists.
+    update: Literal["after_backward", "in_backward"] = "after_backward"
+    # Where in_backward keeps the inputs of layers between its passes: on the device, or in pinned
+    # host memory.
+    block_inputs: Literal["device", "host"] = "device"
     # Updates in a row that may be skipped for a non-finite loss or gradient before the run stops.
     max_nonfinite_updates: Positive = 10
 
@@ -396,6 +409,39 @@ class Config:
     def __post_init__(self) -> None:
         if self.training.updates is not None:
             check_horizon(self, self.training.updates)
+        optim, training = self.optim, self.training
+        if training.update == "after_backward":
+            _require(
+                optim.clip not in ("two_pass", "previous_norm"),
+                f"optim.clip: {optim.clip} goes with training.update: in_backward; "
+                "after_backward clips by the global norm itself (optim.clip: global)",
+            )
+            _require(
+                training.block_inputs == "device",
+                "training.block_inputs: host goes with training.update: in_backward",
+            )
+            return
+        _require(
+            optim.clip != "global",
+            "optim.clip: global needs all gradients at once, which training.update: in_backward "
+            "never has; use two_pass (exact, costs a second backward pass), previous_norm, rms "
+            "(adafactor) or off",
+        )
+        _require(
+            optim.name != "optax_adafactor",
+            "optim.name: optax_adafactor mixes the layers of a stack, which training.update: "
+            "in_backward updates one by one; use adafactor",
+        )
+        _require(
+            optim.accumulation == "token_weighted" and optim.accumulator_dtype == "float32",
+            "training.update: in_backward sums each layer's gradient in float32 itself; leave "
+            "optim.accumulation and optim.accumulator_dtype at their defaults",
+        )
+        _require(
+            self.model.remat == "full",
+            "training.update: in_backward keeps the inputs of layers and nothing else; it needs "
+            f"model.remat: full, not {self.model.remat}",
+        )
 
 
 def check_horizon(config: Config, updates: int) -> None:

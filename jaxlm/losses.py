@@ -128,26 +128,87 @@ def _forward(hidden_ND, head_VD, targets_N, mask_N, chunk_tokens, hits):
     return sums, (hidden_ND, head_VD, targets_N, mask_N)
 
 
+def _chunk_gradients(
+    chunk: tuple[Array, Array, Array],
+    head_VD: Array,
+    cross_entropy: float | Array,
+    squared_log_partition: float | Array,
+) -> tuple[LossSums, Array, Array]:
+    """Sums of a chunk, and the gradients [C, D] and [V, D] of their weighted total."""
+    hidden_CD, targets_C, mask_C = chunk
+    wide = jnp.promote_types(hidden_CD.dtype, jnp.float32)
+    logits_CV = _logits(hidden_CD, head_VD)
+    log_partition_C = jax.nn.logsumexp(logits_CV, axis=-1)
+    target_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1)[:, 0]
+    zero = jnp.zeros((), wide)
+    sums = LossSums(
+        jnp.sum(mask_C * (log_partition_C - target_C)),
+        jnp.sum(mask_C * jnp.square(log_partition_C)),
+        jnp.sum(mask_C),
+        zero,
+        zero,
+    )
+    probability_CV = jnp.exp(logits_CV - log_partition_C[:, None])
+    hit_CV = jnp.arange(logits_CV.shape[-1]) == targets_C[:, None]
+    # d(cross entropy) = p - onehot; d(log_partition^2) = 2 log_partition p.
+    z_C = cross_entropy + 2 * squared_log_partition * log_partition_C
+    grad_CV = probability_CV * z_C[:, None] - hit_CV * cross_entropy
+    grad_CV = (grad_CV * mask_C[:, None]).astype(hidden_CD.dtype)
+    hidden_grad_CD = jnp.einsum(
+        "cv,vd->cd", grad_CV, head_VD.astype(hidden_CD.dtype), preferred_element_type=wide
+    )
+    head_grad_VD = jnp.einsum("cv,cd->vd", grad_CV, hidden_CD, preferred_element_type=wide)
+    return sums, hidden_grad_CD.astype(hidden_CD.dtype), head_grad_VD
+
+
+def cross_entropy_gradients(
+    hidden_ND: Array,
+    head_VD: Array,
+    targets_N: Array,
+    mask_N: Array,
+    head_grad_VD: Array,
+    *,
+    chunk_tokens: int,
+    z_loss: float,
+) -> tuple[LossSums, Array, Array]:
+    """Sums of the loss and their gradients, from logits that are computed once.
+
+    The gradients are those of `cross_entropy + z_loss * squared_log_partition`.
+
+    Args:
+        hidden_ND: [N, D], any float dtype.
+        head_VD: [V, D]; used in the dtype of `hidden_ND`.
+        targets_N: [N] int, token ids.
+        mask_N: [N] bool or float, 1 where the token counts.
+        head_grad_VD: [V, D] float32, what the head's gradient is added to.
+        chunk_tokens: static; tokens whose logits exist together.
+        z_loss: weight of the squared log-partition.
+
+    Returns:
+        LossSums without hits, the gradient [N, D] of `hidden_ND`, and the new `head_grad_VD`.
+    """
+    wide = jnp.promote_types(hidden_ND.dtype, jnp.float32)
+
+    def add_chunk(carry: tuple[LossSums, Array], chunk: tuple[Array, Array, Array]):
+        sums, head_grad_VD = carry
+        chunk_sums, hidden_grad_CD, product_VD = _chunk_gradients(chunk, head_VD, 1.0, z_loss)
+        sums = jax.tree.map(jnp.add, sums, chunk_sums)
+        return (sums, head_grad_VD + product_VD), hidden_grad_CD
+
+    zeros = LossSums(*[jnp.zeros((), wide)] * 5)
+    scanned = _scanned(hidden_ND, targets_N, mask_N, chunk_tokens)
+    (sums, head_grad_VD), hidden_grad = jax.lax.scan(add_chunk, (zeros, head_grad_VD), scanned)
+    return sums, hidden_grad.reshape(-1, hidden_ND.shape[-1])[: hidden_ND.shape[0]], head_grad_VD
+
+
 def _backward(chunk_tokens, hits, residuals, cotangents: LossSums):
     del hits
     hidden_ND, head_VD, targets_N, mask_N = residuals
     wide = jnp.promote_types(hidden_ND.dtype, jnp.float32)
 
     def add_chunk(head_grad_VD: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        hidden_CD, targets_C, mask_C = chunk
-        logits_CV = _logits(hidden_CD, head_VD)
-        log_partition_C = jax.nn.logsumexp(logits_CV, axis=-1)
-        probability_CV = jnp.exp(logits_CV - log_partition_C[:, None])
-        hit_CV = jnp.arange(logits_CV.shape[-1]) == targets_C[:, None]
-        # d(cross entropy) = p - onehot; d(log_partition^2) = 2 log_partition p.
-        z_C = cotangents.cross_entropy + 2 * cotangents.squared_log_partition * log_partition_C
-        grad_CV = probability_CV * z_C[:, None] - hit_CV * cotangents.cross_entropy
-        grad_CV = (grad_CV * mask_C[:, None]).astype(hidden_CD.dtype)
-        hidden_grad_CD = jnp.einsum(
-            "cv,vd->cd", grad_CV, head_VD.astype(hidden_CD.dtype), preferred_element_type=wide
-        )
-        head_grad_VD += jnp.einsum("cv,cd->vd", grad_CV, hidden_CD, preferred_element_type=wide)
-        return head_grad_VD, hidden_grad_CD.astype(hidden_CD.dtype)
+        _, hidden_grad_CD, product_VD = _chunk_gradients(chunk, head_VD, *cotangents[:2])
+        return head_grad_VD + product_VD, hidden_grad_CD
 
     scanned = _scanned(hidden_ND, targets_N, mask_N, chunk_tokens)
     head_grad_VD, hidden_grad = jax.lax.scan(add_chunk, jnp.zeros(head_VD.shape, wide), scanned)

@@ -181,7 +181,7 @@ class RecurrentDepthLM(nnx.Module):
             return nnx.merge(graph, params)(s_BTD, e_BTD, mask, angles, step_keys)
 
         # Steps without gradient: a loop of traced length over constants.
-        start_BTD = self._initial_state(e_BTD, keys_B)
+        start_BTD = self.initial_state(e_BTD, keys_B)
         free_steps = jnp.asarray(depth, jnp.int32) - jnp.asarray(backprop_depth, jnp.int32)
         frozen = jax.lax.stop_gradient((core_params, start_BTD, e_BTD))
         free_BTD = jax.lax.fori_loop(
@@ -203,7 +203,8 @@ class RecurrentDepthLM(nnx.Module):
 
         return self.final_norm(self.coda(s_BTD, mask, angles, layer_keys))
 
-    def _initial_state(self, e_BTD: Array, keys_B: Array) -> Array:
+    def initial_state(self, e_BTD: Array, keys_B: Array) -> Array:
+        """The state before the first core step, [B, T, D], from the prelude's output."""
         kind = self.config.recurrent.initial_state
         if kind == "zero":
             return jnp.zeros_like(e_BTD)

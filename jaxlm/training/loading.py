@@ -11,7 +11,8 @@ from jaxlm.errors import UserError
 from jaxlm.models.build import Params
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.resume import data_changes
-from jaxlm.training.step import init_state, step_spec
+from jaxlm.training.spec import step_spec
+from jaxlm.training.step import init_state
 
 
 @dataclasses.dataclass(frozen=True)

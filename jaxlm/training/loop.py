@@ -43,8 +43,9 @@ from jaxlm.training.compilation import CompileOnce
 from jaxlm.training.metrics import EVALUATIONS, METRICS, RunLog, read_records
 from jaxlm.training.optimizer import describe_optimizer
 from jaxlm.training.resume import config_changes, data_changes
+from jaxlm.training.spec import StepMetrics, StepSpec, step_spec
 from jaxlm.training.state import TrainState
-from jaxlm.training.step import StepMetrics, StepSpec, init_state, step_spec, train_step
+from jaxlm.training.step import init_state, train_step
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it; SIGTERM ends with 0
 
@@ -306,6 +307,7 @@ class Run:
             "update_norm": _number(metrics.update_norm),
             "learning_rate": _number(metrics.learning_rate),
             "applied": bool(metrics.applied),
+            "kept_layers": int(metrics.kept_layers),
             "depth": pending.depth,
             "backprop_depth": pending.backprop_depth,
             "tokens_per_second": tokens_per_second,

@@ -19,8 +19,9 @@ from jaxlm.memory.devices import Device
 from jaxlm.memory.plan import abstract_arguments, buffer_assignment
 from jaxlm.models.flops import FlopsPerToken, flops_per_token
 from jaxlm.models.match import mean_depths
+from jaxlm.training.spec import StepSpec, step_spec
 from jaxlm.training.state import TrainState
-from jaxlm.training.step import StepSpec, init_state, step_spec, train_step
+from jaxlm.training.step import init_state, train_step
 
 # JAX can have about 95 % of the memory that the driver reports: the rest goes to the CUDA context,
 # to loaded kernels and to the handles of cuBLAS and cuDNN. Of JAX's own share, 6.5 % is left to

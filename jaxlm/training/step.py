@@ -4,85 +4,29 @@ Shape legend: M micro-batches, B rows of a micro-batch, T positions, D width.
 """
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jaxlm.config import Config, LossConfig, ModelConfig, OptimConfig
 from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
 from jaxlm.models.build import Params, apply, init_params
 from jaxlm.optim import add_gradients, global_norm, to_float32
+from jaxlm.training.layerwise import update_in_backward
 from jaxlm.training.optimizer import applied_learning_rate, build_optimizer, norm_before_clipping
+from jaxlm.training.spec import (
+    ACCUMULATION,
+    INIT,
+    ROUNDING,
+    Outcome,
+    StepMetrics,
+    StepSpec,
+    Window,
+    row_keys,
+)
 from jaxlm.training.state import TrainState
-
-# Purposes that the run's seed is folded with; depth draws have their own generator.
-INIT, NOISE, ROUNDING, ACCUMULATION = 0, 1, 2, 3
-
-# A window's arrays, see data/pipeline.py.
-Window = dict[str, Array]
-
-
-@dataclass(frozen=True)
-class StepSpec:
-    """The settings that are compiled into a training step: equal specs share one compilation."""
-
-    model: ModelConfig
-    loss: LossConfig
-    optim: OptimConfig
-    # Horizon of the learning-rate schedule.
-    updates: int
-    # Micro-batches an update.
-    micro_batches: int
-    # Tokens an update.
-    window_tokens: int
-    # Mean training depth; scales the init.
-    expected_depth: float
-    # Static bound of the gradient depth.
-    max_backprop_depth: int
-    # The run's seed.
-    seed: int
-
-
-def step_spec(config: Config, vocabulary_size: int, updates: int) -> StepSpec:
-    """The spec of a run whose data has `vocabulary_size` entries and which takes `updates`."""
-    return StepSpec(
-        model=replace(config.model, vocabulary_size=vocabulary_size),
-        loss=config.loss,
-        optim=config.optim,
-        updates=updates,
-        micro_batches=config.training.micro_batches,
-        window_tokens=config.training.window_rows * config.data.sequence_length,
-        expected_depth=config.depth.mean,
-        max_backprop_depth=config.depth.max_backprop,
-        seed=config.run.seed,
-    )
-
-
-class StepMetrics(NamedTuple):
-    """What a step reports; device scalars that the loop reads one update later."""
-
-    # Optimised loss per target token: cross-entropy plus weighted z-loss, in nats.
-    loss: Array
-    # Cross-entropy per target token, in nats.
-    cross_entropy: Array
-    # Positions that carried loss.
-    target_tokens: Array
-    # Norm of the averaged gradient before clipping.
-    grad_norm: Array
-    # Norm of the change made to the weights; 0 for a skipped update.
-    update_norm: Array
-    # Learning rate applied; 0 for a skipped update.
-    learning_rate: Array
-    # Whether the weights changed.
-    applied: Array
-    # Whether loss, gradient and change were all finite.
-    finite: Array
-    # Block ids the step consumed, [M, B].
-    blocks: Array
 
 
 def _optimizer(spec: StepSpec) -> optax.GradientTransformationExtraArgs:
@@ -102,12 +46,6 @@ def init_state(spec: StepSpec) -> TrainState:
     params = init_params(spec.model, spec.expected_depth, key)
     opt_state = _optimizer(spec).init(params)
     return TrainState(update=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
-
-
-def row_keys(seed: int, update: int | Array, rows: Array) -> Array:
-    """One random key per row: a function of (seed, update, the row's index in its window)."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), NOISE), update)
-    return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows.reshape(-1))
 
 
 def loss_sums(
@@ -227,26 +165,12 @@ def multisteps_updates(
     return updates, opt_state, total, sums
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def train_step(
+def update_after_backward(
     spec: StepSpec, state: TrainState, window: Window, depth: Array, backprop: Array
-) -> tuple[TrainState, StepMetrics]:
-    """Take one update.
-
-    Args:
-        spec: static settings.
-        state: donated.
-        window: arrays of one window, see data/pipeline.py.
-        depth: core steps n of all its micro-batches, traced int32.
-        backprop: core steps with gradient k <= n, traced int32.
-
-    Returns:
-        The next state and what to report. A window without target tokens, or with a loss, gradient
-        or change that is not finite, leaves parameters and optimizer state as they were.
-    """
+) -> Outcome:
+    """All gradients of the window, then one call of the optimizer."""
     if spec.optim.accumulation == "optax_multisteps":
         updates, opt_state, total, sums = multisteps_updates(spec, state, window, depth, backprop)
-        tokens = jnp.maximum(sums.target_tokens, 1.0)
     else:
         grads, total, sums = window_gradients(spec, state, window, depth, backprop)
         tokens = jnp.maximum(sums.target_tokens, 1.0)
@@ -263,23 +187,55 @@ def train_step(
         return jnp.where(applied & jnp.isfinite(new), new, old)
 
     new_params = optax.apply_updates(state.params, updates)
-    next_state = TrainState(
-        update=state.update + 1,
-        params=jax.tree.map(choose, new_params, state.params),
+    params = jax.tree.map(choose, new_params, state.params)
+    return Outcome(
+        params=params,
         opt_state=jax.tree.map(choose, opt_state, state.opt_state),
-    )
-    update_norm = global_norm(
-        jax.tree.map(jnp.subtract, to_float32(next_state.params), to_float32(state.params))
-    )
-    metrics = StepMetrics(
-        loss=total / tokens,
-        cross_entropy=sums.cross_entropy / tokens,
-        target_tokens=sums.target_tokens.astype(jnp.int32),
+        total=total,
+        sums=sums,
         grad_norm=grad_norm,
-        update_norm=jnp.where(applied, update_norm, 0.0),
-        learning_rate=jnp.where(applied, applied_learning_rate(opt_state), 0.0),
-        applied=applied,
+        update_norm=global_norm(
+            jax.tree.map(jnp.subtract, to_float32(params), to_float32(state.params))
+        ),
         finite=finite,
+        applied=applied,
+        kept_layers=jnp.zeros((), jnp.int32),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def train_step(
+    spec: StepSpec, state: TrainState, window: Window, depth: Array, backprop: Array
+) -> tuple[TrainState, StepMetrics]:
+    """Take one update.
+
+    Args:
+        spec: static settings.
+        state: donated.
+        window: arrays of one window, see data/pipeline.py.
+        depth: core steps n of all its micro-batches, traced int32.
+        backprop: core steps with gradient k <= n, traced int32.
+
+    Returns:
+        The next state and what to report. A window without target tokens, or with a loss or
+        gradient that is not finite, leaves parameters and optimizer state as they were (for
+        in_backward see layerwise.py).
+    """
+    if spec.update == "in_backward":
+        out = update_in_backward(spec, _optimizer(spec), state, window, depth, backprop)
+    else:
+        out = update_after_backward(spec, state, window, depth, backprop)
+    tokens = jnp.maximum(out.sums.target_tokens, 1.0)
+    metrics = StepMetrics(
+        loss=out.total / tokens,
+        cross_entropy=out.sums.cross_entropy / tokens,
+        target_tokens=out.sums.target_tokens.astype(jnp.int32),
+        grad_norm=out.grad_norm,
+        update_norm=jnp.where(out.applied, out.update_norm, 0.0),
+        learning_rate=jnp.where(out.applied, applied_learning_rate(out.opt_state), 0.0),
+        applied=out.applied,
+        finite=out.finite,
+        kept_layers=out.kept_layers,
         blocks=window["block"],
     )
-    return next_state, metrics
+    return TrainState(state.update + 1, out.params, out.opt_state), metrics

@@ -25,7 +25,8 @@ from jaxlm.memory.assignment import read_assignment
 from jaxlm.memory.devices import DEVICES, RTX3090, peak_flops, read_device
 from jaxlm.memory.plan import abstract_arguments, buffer_assignment, compile_for
 from jaxlm.training.planning import alternatives, default_budget, plan_training
-from jaxlm.training.step import init_state, step_spec, train_step
+from jaxlm.training.spec import step_spec
+from jaxlm.training.step import init_state, train_step
 
 ROWS, LENGTH, LAYERS, WIDTH, VOCABULARY = 2, 96, 5, 48, 1000
 

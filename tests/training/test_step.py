@@ -16,7 +16,8 @@ from jaxlm.training.optimizer import (
     describe_optimizer,
     norm_before_clipping,
 )
-from jaxlm.training.step import StepSpec, init_state, train_step, window_gradients
+from jaxlm.training.spec import StepSpec
+from jaxlm.training.step import init_state, train_step, window_gradients
 
 T = 8
 
