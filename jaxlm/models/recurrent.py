@@ -8,6 +8,7 @@ Shape legend: B rows, T positions, D width, V vocabulary.
 """
 
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,15 @@ from jaxlm.models.layers import (
     truncated_normal,
 )
 from jaxlm.models.stack import Stack
-
-# Purposes that random keys of a row are folded with; core step i uses FIRST_STEP + i.
-EMBEDDING_DROPOUT, INITIAL_STATE, LAYERS, FIRST_STEP = 0, 1, 2, 3
+from jaxlm.models.unroll import (
+    EMBEDDING_DROPOUT,
+    FIRST_STEP,
+    INITIAL_STATE,
+    LAYERS,
+    CoreSteps,
+    Rows,
+    unroll,
+)
 
 
 class DiagonalInjection(nnx.Module):
@@ -190,18 +197,41 @@ class RecurrentDepthLM(nnx.Module):
         # Without free steps, gradient also reaches the start, which may be the prelude's output.
         s_BTD = jnp.where(free_steps > 0, free_BTD, start_BTD)
 
-        # Steps with gradient: a scan of fixed length, of which the first k iterations are real.
+        # Steps with gradient: loops of fixed length, of which the first k iterations are real.
         def gradient_step(s_BTD: Array, j: Array) -> tuple[Array, None]:
             def advance(s_BTD: Array) -> Array:
                 return step(core_params, s_BTD, e_BTD, free_steps + j)
 
             return jax.lax.cond(j < backprop_depth, advance, lambda s: s, s_BTD), None
 
-        # Rematerialisation is per layer, inside the core's stack: around the step as well it would
-        # compute everything once more to save k * (core layers - 1) layer inputs.
-        s_BTD, _ = jax.lax.scan(gradient_step, s_BTD, jnp.arange(max_backprop_depth))
+        if config.remat == "full":
+            keys_MB = keys_B[None] if train else None
+            rows = Rows(segment_ids_BT[None], positions_BT[None], keys_MB)
+            params = nnx.to_pure_dict(core_params)
+            core = self.gradient_steps(max_backprop_depth)
+            s_BTD = cast(
+                Array, unroll(core, params, s_BTD, e_BTD, rows, free_steps, backprop_depth)
+            )
+        else:
+            # What an iteration keeps goes through the branch's outputs, weights too: the scan
+            # stacks a copy of the core's weights for each step.
+            s_BTD, _ = jax.lax.scan(gradient_step, s_BTD, jnp.arange(max_backprop_depth))
 
         return self.final_norm(self.coda(s_BTD, mask, angles, layer_keys))
+
+    def gradient_steps(self, max_steps: int, on_host: bool = False) -> CoreSteps:
+        """How the core steps with gradient are run, forwards and backwards."""
+        core = self.core
+        norm = nnx.split(core.state_norm)[0] if core.norm == "pre" else None
+        return CoreSteps(
+            config=self.config,
+            injection=nnx.split(core.injection)[0],
+            block=nnx.split(core.stack.blocks)[0],
+            norm=norm,
+            first_layer=core.stack.first_layer,
+            max_steps=max_steps,
+            on_host=on_host,
+        )
 
     def initial_state(self, e_BTD: Array, keys_B: Array) -> Array:
         """The state before the first core step, [B, T, D], from the prelude's output."""

@@ -20,7 +20,6 @@ scheduling" (GreedySnake, 2025) runs all micro-batches of a layer before the nex
 Shape legend: M micro-batches, B rows of a micro-batch, T positions, D width, L layers of a stack.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -29,11 +28,21 @@ import jax.numpy as jnp
 import optax
 from flax import nnx, traverse_util
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxlm.losses import LossSums, cross_entropy_gradients, target_mask
 from jaxlm.models.build import Params, apply
 from jaxlm.models.layers import attention_mask, dropout, fold_in, rotary_angles
-from jaxlm.models.recurrent import EMBEDDING_DROPOUT, FIRST_STEP, LAYERS, RecurrentDepthLM
+from jaxlm.models.recurrent import RecurrentDepthLM
+from jaxlm.models.unroll import (
+    EMBEDDING_DROPOUT,
+    FIRST_STEP,
+    LAYERS,
+    Rows,
+    add_to,
+    apply_layer,
+    sums_like,
+)
 from jaxlm.optim import global_norm, to_float32
 from jaxlm.training.spec import Outcome, StepSpec, Window, row_keys
 from jaxlm.training.state import TrainState
@@ -139,15 +148,13 @@ def refuse_unless_layer_local(
                 )
 
 
-class _Rows(NamedTuple):
+class _Window(NamedTuple):
     """Micro-batches, each leaf [M, B, ...]."""
 
     tokens: Array
     targets: Array
     mask: Array
-    segment_ids: Array
-    positions: Array
-    keys: Array
+    rows: Rows
 
 
 class _Total(NamedTuple):
@@ -169,10 +176,10 @@ def update_in_backward(
     backprop: Array,
 ) -> Outcome:
     """Take one update; arguments as for `train_step`."""
-    rows = _rows(spec, state, window)
+    micro_batches = _micro_batches(spec, state, window)
     # Known before anything is computed, which is what makes the sums exact.
-    tokens = jnp.maximum(jnp.sum(rows.mask), 1).astype(jnp.float32)
-    passes = _Passes(spec, state.params, rows, depth, backprop)
+    tokens = jnp.maximum(jnp.sum(micro_batches.mask), 1).astype(jnp.float32)
+    passes = _Passes(spec, state.params, micro_batches, depth, backprop)
     x_M, saved = passes.forward()
     sums, dx_M, head_grads = passes.head(x_M)
     total = sums.cross_entropy + spec.loss.z_loss * sums.squared_log_partition
@@ -216,17 +223,19 @@ def _clip_scale(norm: Array, max_norm: float) -> Array:
     return jnp.where(clip, max_norm / jnp.where(clip, norm, 1.0), 1.0)
 
 
-def _rows(spec: StepSpec, state: TrainState, window: Window) -> _Rows:
+def _micro_batches(spec: StepSpec, state: TrainState, window: Window) -> _Window:
     micro_batches, rows = window["block"].shape
     keys = row_keys(spec.seed, state.update, jnp.arange(micro_batches * rows))
     tokens = window["tokens"].astype(jnp.int32)
-    return _Rows(
+    return _Window(
         tokens=tokens[..., :-1],
         targets=tokens[..., 1:],
         mask=target_mask(window["segment_ids"]),
-        segment_ids=window["segment_ids"][..., :-1],
-        positions=window["positions"][..., :-1],
-        keys=keys.reshape(micro_batches, rows),
+        rows=Rows(
+            segment_ids=window["segment_ids"][..., :-1],
+            positions=window["positions"][..., :-1],
+            keys=keys.reshape(micro_batches, rows),
+        ),
     )
 
 
@@ -257,11 +266,15 @@ class _Writer:
         self.state = dict(self.old_state)
         self.tokens, self.scale, self.applied, self.write = tokens, scale, applied, write
 
-    def stack(self, name: tuple[str, ...]) -> tuple[Flat, Flat]:
-        """Parameters and own state of the stack at a path, each leaf [L, ...]."""
-        params = {path: p for path, p in self.params.items() if path[: len(name)] == name}
-        owned = self.optimizer.owned(_nested(params)) if self.write else []
-        return params, {path: self.state[path] for path in owned}
+    def below(self, prefix: tuple[str, ...]) -> Flat:
+        """Parameters below a path."""
+        return {path: p for path, p in self.params.items() if path[: len(prefix)] == prefix}
+
+    def owned(self, params: Flat) -> Flat:
+        """The optimizer's state of these parameters; none where nothing is written."""
+        if not self.write:
+            return {}
+        return {path: self.state[path] for path in self.optimizer.owned(_nested(params))}
 
     def apply(
         self, total: _Total, params: Flat, owned: Flat, grads: Flat, first_layer: int | Array = 0
@@ -303,176 +316,131 @@ class _Writer:
 class _Passes:
     """Forward and backward pass of a window through one model."""
 
-    def __init__(self, spec: StepSpec, params: Params, rows: _Rows, depth: Array, backprop: Array):
-        self.spec, self.config, self.params, self.rows = spec, spec.model, params, rows
+    def __init__(
+        self, spec: StepSpec, params: Params, window: _Window, depth: Array, backprop: Array
+    ):
+        self.spec, self.config, self.params, self.window = spec, spec.model, params, window
+        self.rows = window.rows
         self.model = apply(spec.model, params)
-        self.backprop = jnp.asarray(backprop, jnp.int32)
-        self.free_steps = jnp.asarray(depth, jnp.int32) - self.backprop
-        self.recurrent = isinstance(self.model, RecurrentDepthLM)
+        self.on_host = spec.block_inputs == "host"
+        self.steps = jnp.asarray(backprop, jnp.int32)
+        self.free_steps = jnp.asarray(depth, jnp.int32) - self.steps
         self.flat = _flatten(params)
+        self.core = None
+        if isinstance(self.model, RecurrentDepthLM):
+            self.core = self.model.gradient_steps(spec.max_backprop_depth, self.on_host)
 
     # ------------------------------------------------------------------ pieces of the model
 
-    def _part(self, *name: str) -> dict[str, Any]:
-        """Parameters below a path; empty for a part without any."""
-        tree: Any = self.params
-        for word in name:
-            tree = tree.get(word, {})
-        return tree
-
-    def _module(self, *name: str) -> Callable[..., Any]:
+    def _module(self, name: str) -> Callable[..., Any]:
         """A function of a part's parameters and inputs."""
-        module: Any = self.model
-        for word in name:
-            module = getattr(module, word)
-        graph = nnx.split(module)[0]
+        graph = nnx.split(getattr(self.model, name))[0]
         return lambda params, *inputs: nnx.merge(graph, params)(*inputs)
 
-    def _layer(self, *name: str) -> Callable[..., Array]:
-        """A function of one layer's parameters, input, rows, purpose and number in its stack."""
-        stack: Any = self.model
-        for word in name:
-            stack = getattr(stack, word)
-        block, first = self._module(*name, "blocks"), stack.first_layer
+    def _layer(self, name: str) -> Callable[..., Array]:
+        """A function of one layer's parameters, its input, its rows, and its number in a stack."""
+        stack = getattr(self.model, name)
+        block, first = nnx.split(stack.blocks)[0], stack.first_layer
+        return lambda params, x_BTD, rows, number: apply_layer(
+            block, self.config, params, x_BTD, rows, LAYERS, first + number
+        )
 
-        def layer(params: Params, x_BTD: Array, rows: _Rows, purpose: Any, number: Any) -> Array:
-            mask = attention_mask(rows.segment_ids)
-            angles = rotary_angles(rows.positions, self.config.head_size, self.config.rope_base)
-            keys_B = fold_in(fold_in(rows.keys, purpose), first + number)
-            return block(params, x_BTD, mask, angles, keys_B)
-
-        return layer
-
-    def _embed(self, params: Params, rows: _Rows) -> Array:
-        x_BTD = self._module("embedding")(params, rows.tokens)
-        return dropout(x_BTD, self.config.dropout, fold_in(rows.keys, EMBEDDING_DROPOUT))
-
-    # ------------------------------------------------------------------ keeping layers' inputs
+    def _embed(self, params: Params, tokens: Array, keys_B: Array) -> Array:
+        x_BTD = self._module("embedding")(params, tokens)
+        return dropout(x_BTD, self.config.dropout, fold_in(keys_B, EMBEDDING_DROPOUT))
 
     def _keep(self, x: Any) -> Any:
-        return jax.device_put(x, jax.memory.Space.Host) if self._on_host else x
+        return jax.device_put(x, jax.memory.Space.Host) if self.on_host else x
 
     def _fetch(self, x: Any) -> Any:
-        return jax.device_put(x, jax.memory.Space.Device) if self._on_host else x
-
-    @property
-    def _on_host(self) -> bool:
-        return self.spec.block_inputs == "host"
+        return jax.device_put(x, jax.memory.Space.Device) if self.on_host else x
 
     # ------------------------------------------------------------------ forward
 
     def forward(self) -> tuple[Array, dict[str, Any]]:
         """The last layer's output [M, B, T, D], and what the backward pass needs."""
         saved: dict[str, Any] = {}
-        x_M = jax.lax.map(lambda rows: self._embed(self._part("embedding"), rows), self.rows)
-        if not self.recurrent:
-            x_M, saved["stack"] = self._forward_stack(("stack",), x_M)
+        x_M = jax.lax.map(
+            lambda a: self._embed(self.params["embedding"], *a),
+            (self.window.tokens, self.rows.keys),
+        )
+        if self.core is None:
+            x_M, saved["stack"] = self._forward_stack("stack", x_M)
             return x_M, saved
-        x_M, saved["prelude"] = self._forward_stack(("prelude",), x_M)
-        saved["prelude_out"] = x_M
-        e_M = x_M
+        x_M, saved["prelude"] = self._forward_stack("prelude", x_M)
+        saved["prelude_out"] = e_M = x_M
         if self.config.norm == "pre":
             norm = self._module("prelude_norm")
-            e_M = jax.lax.map(lambda x: norm(self._part("prelude_norm"), x), x_M)
+            e_M = jax.lax.map(lambda x: norm(self.params["prelude_norm"], x), x_M)
         saved["e"] = e_M
-        s_M, saved["core"] = self._forward_core(e_M)
-        x_M, saved["coda"] = self._forward_stack(("coda",), s_M)
+        s_M = self._free_steps(e_M)
+        s_M, saved["core"] = self.core.forward(
+            self.params["core"], s_M, e_M, self.rows, self.free_steps, self.steps
+        )
+        x_M, saved["coda"] = self._forward_stack("coda", s_M)
         return x_M, saved
 
-    def _forward_stack(self, name: tuple[str, ...], x_M: Array) -> tuple[Array, Array]:
-        layer, blocks = self._layer(*name), self._part(*name, "blocks")
+    def _forward_stack(self, name: str, x_M: Array) -> tuple[Array, Array]:
+        layer, blocks = self._layer(name), self.params[name]["blocks"]
 
         def step(x_M: Array, scanned: Any) -> tuple[Array, Array]:
             params, number = scanned
-            y_M = jax.lax.map(lambda a: layer(params, *a, LAYERS, number), (x_M, self.rows))
+            y_M = jax.lax.map(lambda a: layer(params, *a, number), (x_M, self.rows))
             return y_M, self._keep(x_M)
 
-        return jax.lax.scan(step, x_M, (blocks, jnp.arange(_length(blocks))))
+        layers = jnp.arange(jax.tree.leaves(blocks)[0].shape[0])
+        return jax.lax.scan(step, x_M, (blocks, layers))
 
-    def _forward_core(self, e_M: Array) -> tuple[Array, Any]:
-        """The state after all steps, and the inputs of the gradient steps' layers."""
-        core = self._module("core")
-        params = self._part("core")
+    def _free_steps(self, e_M: Array) -> Array:
+        """The state after the core steps without gradient."""
+        model = self.model
+        assert isinstance(model, RecurrentDepthLM)
+        graph = nnx.split(model.core)[0]
 
-        def free(scanned: Any) -> Array:
+        def of_micro_batch(scanned: Any) -> Array:
             e_BTD, rows = scanned
             mask = attention_mask(rows.segment_ids)
             angles = rotary_angles(rows.positions, self.config.head_size, self.config.rope_base)
-            start_BTD = self.model.initial_state(e_BTD, rows.keys)  # pyright: ignore[reportAttributeAccessIssue]
 
             def step(i: Array, s_BTD: Array) -> Array:
-                keys_B = fold_in(rows.keys, FIRST_STEP + i)
-                return core(params, s_BTD, e_BTD, mask, angles, keys_B)
+                core, keys_B = nnx.merge(graph, self.params["core"]), rows.keys
+                return core(s_BTD, e_BTD, mask, angles, fold_in(keys_B, FIRST_STEP + i))
 
+            start_BTD = model.initial_state(e_BTD, rows.keys)
             return jax.lax.fori_loop(0, self.free_steps, step, start_BTD)
 
-        inject, norm = self._module("core", "injection"), self._state_norm()
-        layer, blocks = self._layer("core", "stack"), self._part("core", "stack", "blocks")
-
-        def real(s_M: Array, j: Array) -> tuple[Array, Any]:
-            injection = self._part("core", "injection")
-            x_M = jax.lax.map(lambda a: inject(injection, *a), (s_M, e_M))
-
-            def step(x_M: Array, scanned: Any) -> tuple[Array, Array]:
-                params, number = scanned
-                purpose = FIRST_STEP + self.free_steps + j
-                y_M = jax.lax.map(lambda a: layer(params, *a, purpose, number), (x_M, self.rows))
-                return y_M, x_M
-
-            x_M, inputs = jax.lax.scan(step, x_M, (blocks, jnp.arange(_length(blocks))))
-            after_M = jax.lax.map(lambda x: norm(self._part("core", "state_norm"), x), x_M)
-            return after_M, (s_M, inputs)
-
-        def gradient_step(s_M: Array, j: Array) -> tuple[Array, Any]:
-            nothing = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(real, s_M, j)[1]
-            )
-            s_M, kept = jax.lax.cond(j < self.backprop, real, lambda s_M, j: (s_M, nothing), s_M, j)
-            return s_M, self._keep(kept)
-
-        s_M = jax.lax.map(free, (e_M, self.rows))
-        return jax.lax.scan(gradient_step, s_M, jnp.arange(self.spec.max_backprop_depth))
-
-    def _state_norm(self) -> Callable[[Params, Array], Array]:
-        if self.config.norm == "pre":
-            return self._module("core", "state_norm")
-        return lambda params, x: x
-
-    # ------------------------------------------------------------------ head
+        return jax.lax.map(of_micro_batch, (e_M, self.rows))
 
     def head(self, x_M: Array) -> tuple[LossSums, Array, Flat]:
         """Loss sums; gradients of the hidden states [M, B, T, D], and of final norm and head."""
-        norm = self._module("final_norm")
-        table = self._part("embedding" if self.config.tie_embeddings else "output")["table"]
-        scale = self._part("final_norm")
-        wide = jnp.promote_types(table.dtype, jnp.float32)
+        norm, scale = self._module("final_norm"), self.params["final_norm"]
+        name = "embedding" if self.config.tie_embeddings else "output"
+        table = self.params[name]["table"]
 
         def micro_batch(carry: Any, scanned: Any) -> tuple[Any, Array]:
             sums, norm_grads, table_grad = carry
-            x_BTD, rows = scanned
+            x_BTD, targets, mask = scanned
             hidden_BTD, pull = jax.vjp(norm, scale, x_BTD)
             parts, hidden_grad_ND, table_grad = cross_entropy_gradients(
                 hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
                 table,
-                rows.targets.reshape(-1),
-                rows.mask.reshape(-1),
+                targets.reshape(-1),
+                mask.reshape(-1),
                 table_grad,
                 chunk_tokens=self.spec.loss.chunk_tokens,
                 z_loss=self.spec.loss.z_loss,
             )
             grads, dx_BTD = pull(hidden_grad_ND.reshape(hidden_BTD.shape))
-            norm_grads = _add(norm_grads, grads)
-            return (jax.tree.map(jnp.add, sums, parts), norm_grads, table_grad), dx_BTD
+            sums = jax.tree.map(jnp.add, sums, parts)
+            return (sums, add_to(norm_grads, grads), table_grad), dx_BTD
 
         zero = jnp.zeros((), jnp.promote_types(x_M.dtype, jnp.float32))
-        start = (LossSums(*[zero] * 5), _zeros(scale), jnp.zeros(table.shape, wide))
-        (sums, norm_grads, table_grad), dx_M = jax.lax.scan(micro_batch, start, (x_M, self.rows))
-        name = "embedding" if self.config.tie_embeddings else "output"
-        return (
-            sums,
-            dx_M,
-            {("final_norm", "scale"): norm_grads["scale"], (name, "table"): table_grad},
+        start = (LossSums(*[zero] * 5), sums_like(scale), sums_like(table))
+        (sums, norm_grads, table_grad), dx_M = jax.lax.scan(
+            micro_batch, start, (x_M, self.window.targets, self.window.mask)
         )
+        grads = {("final_norm", "scale"): norm_grads["scale"], (name, "table"): table_grad}
+        return sums, dx_M, grads
 
     # ------------------------------------------------------------------ backward
 
@@ -483,80 +451,53 @@ class _Passes:
         zero = jnp.zeros((), jnp.float32)
         total = _Total(zero, zero, jnp.zeros((), jnp.int32))
         rest = dict(head_grads)
-        if self.recurrent:
-            total, dx_M = self._backward_stack(("coda",), saved["coda"], dx_M, total, writer)
-            total, de_M = self._backward_core(saved, dx_M, rest, total, writer)
-            dx_M = de_M
-            if self.config.norm == "pre":
-                scale = self._part("prelude_norm")
-                norm = self._module("prelude_norm")
-
-                def back(grads: Any, scanned: Any) -> tuple[Any, Array]:
-                    x_BTD, de_BTD = scanned
-                    own, dx_BTD = jax.vjp(norm, scale, x_BTD)[1](de_BTD)
-                    return _add(grads, own), dx_BTD
-
-                grads, dx_M = jax.lax.scan(back, _zeros(scale), (saved["prelude_out"], de_M))
-                rest[("prelude_norm", "scale")] = grads["scale"]
-            total, dx_M = self._backward_stack(("prelude",), saved["prelude"], dx_M, total, writer)
+        if self.core is None:
+            total, dx_M = self._backward_stack("stack", saved["stack"], dx_M, total, writer)
         else:
-            total, dx_M = self._backward_stack(("stack",), saved["stack"], dx_M, total, writer)
+            total, dx_M = self._backward_stack("coda", saved["coda"], dx_M, total, writer)
+            total, dx_M = self._backward_core(saved, dx_M, rest, total, writer)
+            dx_M = self._backward_prelude_norm(saved["prelude_out"], dx_M, rest)
+            total, dx_M = self._backward_stack("prelude", saved["prelude"], dx_M, total, writer)
         self._backward_embedding(dx_M, rest)
         params = {path: writer.params[path] for path in rest}
-        nested = _nested(params)
-        owned = {path: writer.state[path] for path in writer.optimizer.owned(nested)}
-        total, params, owned = writer.apply(total, params, owned, rest)
+        total, params, owned = writer.apply(total, params, writer.owned(params), rest)
         writer.params |= params
         writer.state |= owned
         if writer.write:
             writer.advance({("final_norm", "scale"): self.flat[("final_norm", "scale")]})
         return total
 
-    def _backward_embedding(self, dx_M: Array, rest: Flat) -> None:
-        """Add the gradient of looking tokens up to that of the table."""
-        path = ("embedding", "table")
-        table = self.flat[path]
-
-        def back(grad: Array, scanned: Any) -> tuple[Array, None]:
-            rows, dx_BTD = scanned
-            _, pull = jax.vjp(lambda table: self._embed({"table": table}, rows), table)
-            return grad + pull(dx_BTD)[0].astype(grad.dtype), None
-
-        start = rest.get(path)
-        if start is None:
-            start = jnp.zeros(table.shape, jnp.promote_types(table.dtype, jnp.float32))
-        rest[path] = jax.lax.scan(back, start, (self.rows, dx_M))[0]
-
     def _backward_stack(
-        self, name: tuple[str, ...], inputs_LM: Array, dx_M: Array, total: _Total, writer: _Writer
+        self, name: str, inputs_LM: Array, dx_M: Array, total: _Total, writer: _Writer
     ) -> tuple[_Total, Array]:
-        layer, prefix = self._layer(*name), (*name, "blocks")
-        params, owned = writer.stack(prefix)
+        layer, prefix = self._layer(name), (name, "blocks")
+        params = writer.below(prefix)
 
         def back(carry: Any, scanned: Any) -> tuple[Any, None]:
             dx_M, total, params, owned = carry
             number, x_M = scanned
             one = _slice(params, number)
-            block = _nest(one, prefix)
+            block = _nested({path[len(prefix) :]: p[0] for path, p in one.items()})
 
             def micro_batch(grads: Any, scanned: Any) -> tuple[Any, Array]:
                 x_BTD, dx_BTD, rows = scanned
-                _, pull = jax.vjp(lambda p, x: layer(p, x, rows, LAYERS, number), block, x_BTD)
+                _, pull = jax.vjp(lambda p, x: layer(p, x, rows, number), block, x_BTD)
                 own, dx_BTD = pull(dx_BTD)
-                return _add(grads, own), dx_BTD
+                return add_to(grads, own), dx_BTD
 
             grads, dx_M = jax.lax.scan(
-                micro_batch, _zeros(block), (self._fetch(x_M), dx_M, self.rows)
+                micro_batch, sums_like(block), (self._fetch(x_M), dx_M, self.rows)
             )
-            grads = {path: g[None] for path, g in _unnest(grads, prefix).items()}
-            total, new, state = writer.apply(
-                total, one, _slice(owned, number), grads, first_layer=number
-            )
+            grads = {(*prefix, *path): g[None] for path, g in _flatten(grads).items()}
+            total, new, state = writer.apply(total, one, _slice(owned, number), grads, number)
             return (dx_M, total, _put(params, new, number), _put(owned, state, number)), None
 
         layers = jnp.arange(inputs_LM.shape[0])
         (dx_M, total, params, owned), _ = jax.lax.scan(
-            back, (dx_M, total, params, owned), (layers, inputs_LM), reverse=True
+            back,
+            (dx_M, total, params, writer.owned(params)),
+            (layers, inputs_LM),
+            reverse=True,
         )
         writer.params |= params
         writer.state |= owned
@@ -566,122 +507,70 @@ class _Passes:
         self, saved: dict[str, Any], ds_M: Array, rest: Flat, total: _Total, writer: _Writer
     ) -> tuple[_Total, Array]:
         """Gradients of all gradient steps, then the update of the core's layers."""
-        prefix = ("core", "stack", "blocks")
-        inject, norm = self._module("core", "injection"), self._state_norm()
-        layer, blocks = self._layer("core", "stack"), self._part(*prefix)
-        injection, norm_scale = self._part("core", "injection"), self._part("core", "state_norm")
-        e_M, last = saved["e"], _length(blocks) - 1
-
-        def back(i: Array, carry: Any) -> Any:
-            ds_M, de_M, block_grads, injection_grads, norm_grads = carry
-            j = self.backprop - 1 - i
-            s_M, inputs_LM = self._fetch(
-                jax.tree.map(
-                    lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), saved["core"]
-                )
-            )
-            purpose = FIRST_STEP + self.free_steps + j
-
-            def back_layer(carry: Any, scanned: Any) -> tuple[Any, None]:
-                dx_M, block_grads, norm_grads = carry
-                number, params, x_M = scanned
-
-                def apply_layer(params, norm_scale, x_BTD, rows):
-                    y_BTD = layer(params, x_BTD, rows, purpose, number)
-                    return jnp.where(number == last, norm(norm_scale, y_BTD), y_BTD)
-
-                def micro_batch(grads: Any, scanned: Any) -> tuple[Any, Array]:
-                    x_BTD, dx_BTD, rows = scanned
-
-                    def of(params: Params, norm_scale: Params, x_BTD: Array) -> Array:
-                        return apply_layer(params, norm_scale, x_BTD, rows)
-
-                    _, pull = jax.vjp(of, params, norm_scale, x_BTD)
-                    *own, dx_BTD = pull(dx_BTD)
-                    return _add(grads, tuple(own)), dx_BTD
-
-                start = (_index(block_grads, number), norm_grads)
-                (grads, norm_grads), dx_M = jax.lax.scan(micro_batch, start, (x_M, dx_M, self.rows))
-                grads = jax.tree.map(lambda g: g[None], grads)
-                return (dx_M, _put(block_grads, grads, number), norm_grads), None
-
-            (dx_M, block_grads, norm_grads), _ = jax.lax.scan(
-                back_layer,
-                (ds_M, block_grads, norm_grads),
-                (jnp.arange(last + 1), blocks, inputs_LM),
-                reverse=True,
-            )
-
-            def back_injection(grads: Any, scanned: Any) -> tuple[Any, Any]:
-                s_BTD, e_BTD, dx_BTD = scanned
-                own, ds_BTD, de_BTD = jax.vjp(inject, injection, s_BTD, e_BTD)[1](dx_BTD)
-                return _add(grads, own), (ds_BTD, de_BTD)
-
-            injection_grads, (ds_M, more_M) = jax.lax.scan(
-                back_injection, injection_grads, (s_M, e_M, dx_M)
-            )
-            return ds_M, de_M + more_M, block_grads, injection_grads, norm_grads
-
-        start = (
+        assert self.core is not None
+        ds_M, de_M, nested = self.core.backward(
+            self.params["core"],
+            saved["core"],
             ds_M,
-            jnp.zeros_like(e_M),
-            _zeros(blocks),
-            _zeros(injection),
-            _zeros(norm_scale),
-        )
-        ds_M, de_M, block_grads, injection_grads, norm_grads = jax.lax.fori_loop(
-            0, self.backprop, back, start
+            saved["e"],
+            self.rows,
+            self.free_steps,
+            self.steps,
         )
         if self.config.recurrent.initial_state == "prelude":
             # Without free steps, gradient also reaches the start.
             de_M += jnp.where(self.free_steps > 0, jnp.zeros_like(ds_M), ds_M)
-        rest |= _unnest(injection_grads, ("core", "injection"))
-        rest |= _unnest(norm_grads, ("core", "state_norm"))
-
-        params, owned = writer.stack(prefix)
-        grads_L = _unnest(block_grads, prefix)
+        grads = {("core", *path): g for path, g in _flatten(nested).items()}
+        prefix = ("core", "stack", "blocks")
+        params = writer.below(prefix)
+        rest |= {path: g for path, g in grads.items() if path not in params}
+        grads = {path: grads[path] for path in params}
 
         def update(carry: Any, number: Array) -> tuple[Any, None]:
             total, params, owned = carry
-            total, new, state = writer.apply(
-                total,
-                _slice(params, number),
-                _slice(owned, number),
-                _slice(grads_L, number),
-                first_layer=number,
-            )
+            one, own, sums = (_slice(flat, number) for flat in (params, owned, grads))
+            total, new, state = writer.apply(total, one, own, sums, number)
             return (total, _put(params, new, number), _put(owned, state, number)), None
 
+        layers = jnp.arange(next(iter(params.values())).shape[0])
         (total, params, owned), _ = jax.lax.scan(
-            update, (total, params, owned), jnp.arange(last + 1)
+            update, (total, params, writer.owned(params)), layers
         )
         writer.params |= params
         writer.state |= owned
         return total, de_M
 
+    def _backward_prelude_norm(self, x_M: Array, de_M: Array, rest: Flat) -> Array:
+        if self.config.norm != "pre":
+            return de_M
+        norm, scale = self._module("prelude_norm"), self.params["prelude_norm"]
+
+        def micro_batch(grads: Any, scanned: Any) -> tuple[Any, Array]:
+            x_BTD, de_BTD = scanned
+            own, dx_BTD = jax.vjp(norm, scale, x_BTD)[1](de_BTD)
+            return add_to(grads, own), dx_BTD
+
+        grads, dx_M = jax.lax.scan(micro_batch, sums_like(scale), (x_M, de_M))
+        rest[("prelude_norm", "scale")] = grads["scale"]
+        return dx_M
+
+    def _backward_embedding(self, dx_M: Array, rest: Flat) -> None:
+        """Add the gradient of looking tokens up to that of the table."""
+        path = ("embedding", "table")
+        table = self.flat[path]
+
+        def micro_batch(grad: Array, scanned: Any) -> tuple[Array, None]:
+            dx_BTD, tokens, keys_B = scanned
+            _, pull = jax.vjp(lambda table: self._embed({"table": table}, tokens, keys_B), table)
+            return grad + pull(dx_BTD)[0].astype(grad.dtype), None
+
+        start = rest[path] if path in rest else sums_like(table)
+        scanned = (dx_M, self.window.tokens, self.rows.keys)
+        rest[path] = jax.lax.scan(micro_batch, start, scanned)[0]
+
 
 def _square(tree: Any) -> Array:
     return jnp.square(global_norm(tree)).astype(jnp.float32)
-
-
-def _length(blocks: Params) -> int:
-    return jax.tree.leaves(blocks)[0].shape[0]
-
-
-def _zeros(params: Any) -> Any:
-    """Float32 (or wider) sums for the gradients of parameters."""
-    return jax.tree.map(
-        lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params
-    )
-
-
-def _add(sums: Any, grads: Any) -> Any:
-    return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
-
-
-def _index(stacked: Any, number: Array) -> Any:
-    """One layer of each leaf, without its axis."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), stacked)
 
 
 def _slice(stacked: Any, number: Array) -> Any:
@@ -690,16 +579,15 @@ def _slice(stacked: Any, number: Array) -> Any:
 
 
 def _put(stacked: Any, one: Any, number: Array) -> Any:
-    """Write one layer [1, ...] of each leaf back in place."""
-    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=number, axis=0)
+    """Write one layer [1, ...] of each leaf back in place.
+
+    The layer's layout is pinned: a gradient may come out transposed, and XLA would rather hold the
+    whole stack transposed, in a copy, than turn one layer.
+    """
+
+    def put(stack: Array, layer: Array) -> Array:
+        rows_first = Layout(major_to_minor=tuple(range(layer.ndim)))
+        layer = with_layout_constraint(layer, rows_first)
+        return jax.lax.dynamic_update_slice_in_dim(stack, layer, number, axis=0)
+
     return jax.tree.map(put, stacked, one)
-
-
-def _nest(one: Flat, prefix: tuple[str, ...]) -> Params:
-    """A layer's parameters as its block has them: nested, without prefix and layer axis."""
-    return _nested({path[len(prefix) :]: p[0] for path, p in one.items()})
-
-
-def _unnest(grads: Params, prefix: tuple[str, ...]) -> Flat:
-    """Gradients by full path."""
-    return {(*prefix, *path): g for path, g in _flatten(grads).items()}

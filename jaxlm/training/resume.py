@@ -13,13 +13,14 @@ FREE = (
     r"data\.(directory|prefetch)",
     r"model\.(attention|remat)",
     r"loss\.chunk_tokens",
-    r"training\.(micro_batch_rows|micro_batches|max_nonfinite_updates)",
+    r"training\.(micro_batch_rows|micro_batches|block_inputs|max_nonfinite_updates)",
     r"(evaluation|checkpoint|logging)\..*",
 )
 # Another experiment from here on: allowed when asked for, and recorded in the run.
 ON_REQUEST = (
     r"optim\.(learning_rate|schedule|warmup_updates|decay_updates|end_learning_rate)",
-    r"training\.updates",
+    r"training\.(updates|update)",  # horizon; engine: the state is the same in both
+    r"optim\.(clip|max_norm)",
     r"data\.epochs",
     r"depth\..*",
 )

@@ -183,7 +183,7 @@ def unrolled(config, params, tokens, depth, backprop):
 
     x = stack(model.prelude, model.embedding(jnp.asarray(tokens)))
     e = model.prelude_norm(x)
-    s = model._initial_state(e, keys)
+    s = model.initial_state(e, keys)
     for step in range(depth):
         if step == depth - backprop:
             s = jax.lax.stop_gradient(s) if step > 0 else s

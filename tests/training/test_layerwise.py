@@ -19,7 +19,7 @@ LENGTHS = [8, 3, 0, 5, 1, 7, 8, 2]
 def spec_of(model, micro_batches=1, max_backprop=2, **optim):
     optim = {"name": "adafactor", "learning_rate": 1e-2, "clip": "rms", **optim}
     return StepSpec(
-        model=dataclasses.replace(model, remat="full"),
+        model=model,
         loss=LossConfig(chunk_tokens=8, z_loss=1e-3),
         optim=OptimConfig(warmup_updates=3, **optim),
         updates=100,
@@ -49,6 +49,9 @@ def in_backward(spec, **changes):
 
 
 def run(spec, updates=10, depths=(3, 1, 4, 2, 6, 3, 5, 1, 2, 4)):
+    """States and metrics; the plain engine differentiates with nothing recomputed."""
+    remat = "full" if spec.update == "in_backward" else "none"
+    spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, remat=remat))
     state, metrics = init_state(spec), []
     for i in range(updates):
         depth = depths[i % len(depths)]
