@@ -162,13 +162,16 @@ class CoreSteps:
         def back(i: Array, carry: Any) -> Any:
             ds_M, de_M, block_grads, injection_grads, norm_grads = carry
             j = steps - 1 - i
-            s_M, inputs_LM = self.fetch(
-                jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), saved)
-            )
+            states, inputs = saved
+            s_M = self.fetch(jax.lax.dynamic_index_in_dim(states, j, keepdims=False))
 
             def back_layer(carry: Any, scanned: Any) -> tuple[Any, None]:
                 dx_M, block_grads, norm_grads = carry
-                number, block, x_M = scanned
+                number, block = scanned
+                # One layer's inputs of one step, straight out of where all of them are kept.
+                start = (j, number, *[0] * (inputs.ndim - 2))
+                sizes = (1, 1, *inputs.shape[2:])
+                x_M = self.fetch(jax.lax.dynamic_slice(inputs, start, sizes))[0, 0]
 
                 def micro_batch(grads: Any, scanned: Any) -> tuple[Any, Array]:
                     x_BTD, dx_BTD, rows_B = scanned
@@ -196,7 +199,7 @@ class CoreSteps:
             (dx_M, block_grads, norm_grads), _ = jax.lax.scan(
                 back_layer,
                 (ds_M, block_grads, norm_grads),
-                (layers, blocks, inputs_LM),
+                (layers, blocks),
                 reverse=True,
             )
 

@@ -160,7 +160,7 @@ class _Window(NamedTuple):
 class _Total(NamedTuple):
     """What the backward pass carries from layer to layer beside the activations."""
 
-    # Sum of squares of all gradients so far, and of all changes to weights; float32.
+    # Sum of squares of all gradients so far, and of all changes to weights; float32 or wider.
     grad_square: Array
     update_square: Array
     # Layers whose gradient was not finite, int32.
@@ -190,7 +190,7 @@ def update_in_backward(
     optimizer = LayerOptimizer(transform)
     old = _state_leaves(state.opt_state)
     (norm_path,) = [path for path in old if path.endswith(".norm")]
-    scale = jnp.ones((), jnp.float32)
+    scale = jnp.ones(())
     if spec.optim.clip == "two_pass":
         writer = _Writer(optimizer, state, tokens, scale, applied, write=False)
         norm = jnp.sqrt(passes.backward(saved, dx_M, head_grads, writer).grad_square)
@@ -201,7 +201,9 @@ def update_in_backward(
     writer = _Writer(optimizer, state, tokens, scale, applied, write=True)
     outcome = passes.backward(saved, dx_M, head_grads, writer)
     norm = jnp.sqrt(outcome.grad_square)
-    writer.state[norm_path] = jnp.where(applied & jnp.isfinite(norm), norm, old[norm_path])
+    writer.state[norm_path] = jnp.where(
+        applied & jnp.isfinite(norm), norm.astype(jnp.float32), old[norm_path]
+    )
     opt_state = jax.tree.unflatten(
         jax.tree.structure(state.opt_state), [writer.state[path] for path in old]
     )
@@ -368,7 +370,7 @@ class _Passes:
             x_M, saved["stack"] = self._forward_stack("stack", x_M)
             return x_M, saved
         x_M, saved["prelude"] = self._forward_stack("prelude", x_M)
-        saved["prelude_out"] = e_M = x_M
+        saved["prelude_out"], e_M = self._keep(x_M), x_M
         if self.config.norm == "pre":
             norm = self._module("prelude_norm")
             e_M = jax.lax.map(lambda x: norm(self.params["prelude_norm"], x), x_M)
@@ -448,7 +450,7 @@ class _Passes:
         self, saved: dict[str, Any], dx_M: Array, head_grads: Flat, writer: _Writer
     ) -> _Total:
         """Go back through all layers; parameters and state are left in the writer."""
-        zero = jnp.zeros((), jnp.float32)
+        zero = jnp.zeros((), jnp.result_type(float))
         total = _Total(zero, zero, jnp.zeros((), jnp.int32))
         rest = dict(head_grads)
         if self.core is None:
@@ -544,6 +546,7 @@ class _Passes:
         if self.config.norm != "pre":
             return de_M
         norm, scale = self._module("prelude_norm"), self.params["prelude_norm"]
+        x_M = self._fetch(x_M)
 
         def micro_batch(grads: Any, scanned: Any) -> tuple[Any, Array]:
             x_BTD, de_BTD = scanned
@@ -570,7 +573,7 @@ class _Passes:
 
 
 def _square(tree: Any) -> Array:
-    return jnp.square(global_norm(tree)).astype(jnp.float32)
+    return jnp.square(global_norm(tree)).astype(jnp.result_type(float))
 
 
 def _slice(stacked: Any, number: Array) -> Any:

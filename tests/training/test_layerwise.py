@@ -5,10 +5,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import tiny_model
 
 from jaxlm.config import LossConfig, OptimConfig
+from jaxlm.optim import adafactor, adamw_8bit, stochastic_rounding
+from jaxlm.training.layerwise import refuse_unless_layer_local
 from jaxlm.training.spec import StepSpec
 from jaxlm.training.step import init_state, train_step
 
@@ -108,3 +111,124 @@ def test_equals_the_plain_engine(case):
 def test_equals_the_plain_engine_in_float32(kind):
     spec = spec_of(tiny_model(kind), 4, 6)
     assert_equal(run(spec)[0], run(in_backward(spec))[0], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "muon"])
+def test_two_passes_clip_exactly(name):
+    """As the plain engine by the global norm, at a limit that every gradient is above."""
+    with jax.enable_x64(True):
+        model = tiny_model("transformer", param_dtype="float64", compute_dtype="float64")
+        settings = {"name": name, "max_norm": 0.05, "weight_decay": 0.0}
+        plain, expected = run(spec_of(model, 2, clip="global", **settings), updates=4)
+        spec = in_backward(spec_of(model, 2, clip="two_pass", **settings))
+        layerwise, got = run(spec, updates=4)
+        # The 8-bit state rounds at random where sums in another order fall on another side.
+        assert_equal(plain, layerwise, 1e-6 if name == "adamw_8bit" else 1e-9)
+    assert all(m.grad_norm > 0.05 for m in expected)
+    for a, b in zip(expected, got, strict=True):
+        assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+
+
+def test_previous_norm_scales_by_the_update_before():
+    """The second gradient times max_norm / the first norm, by plain Adam's first moment."""
+    model = tiny_model("transformer")
+    settings = {"name": "adamw", "weight_decay": 0.0, "max_norm": 0.01}
+    state, (first, second) = run(in_backward(spec_of(model, clip="previous_norm", **settings)), 2)
+    free, norms = run(in_backward(spec_of(model, clip="off", **settings)), 1)
+    assert first.grad_norm == pytest.approx(norms[0].grad_norm, rel=1e-6)
+    # mu = 0.1 (0.9 g1 + scale g2), so that of mu the part of g2 can be told.
+    mu = lambda state: optax.tree_utils.tree_get(state.opt_state, "mu")  # noqa: E731
+    part = jax.tree.map(lambda a, b: (a - 0.9 * b) / 0.1, mu(state), mu(free))
+    norm = np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for x in jax.tree.leaves(part)))
+    scale = 0.01 / first.grad_norm
+    assert norm == pytest.approx(scale * second.grad_norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "recurrent"])
+def test_inputs_of_layers_on_the_host_change_nothing(kind):
+    spec = in_backward(spec_of(tiny_model(kind), 2))
+    one, two = run(spec, 3), run(dataclasses.replace(spec, block_inputs="host"), 3)
+    assert_equal(one[0], two[0], 1e-6)
+
+
+def poisoned(state, path, index):
+    leaves = dict(jax.tree_util.tree_leaves_with_path(state.params))
+    (key,) = [
+        key for key in leaves if jax.tree_util.keystr(key, simple=True, separator="/") == path
+    ]
+    params = jax.tree_util.tree_map_with_path(
+        lambda p, x: x.at[index].set(jnp.nan) if p == key else x, state.params
+    )
+    return dataclasses.replace(state, params=params)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing():
+    spec = in_backward(spec_of(tiny_model("transformer", remat="full")))
+    state = poisoned(init_state(spec), "final_norm/scale", 0)
+    before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    after, metrics = train_step(spec, state, window_of(1, 0), jnp.int32(0), jnp.int32(0))
+    assert (bool(metrics.finite), bool(metrics.applied)) == (False, False)
+    jax.tree.map(np.testing.assert_array_equal, before, (after.params, after.opt_state))
+
+
+def test_a_layers_gradient_that_is_not_finite_keeps_that_layer(monkeypatch):
+    """The head is fine, one layer's gradient is not: the others learn, and it is counted."""
+    from jaxlm.training import layerwise
+
+    spec = in_backward(spec_of(tiny_model("transformer", remat="full"), learning_rate=2e-2))
+    real = layerwise.apply_layer
+
+    @jax.custom_vjp
+    def spoil(x, number):
+        return x
+
+    spoil.defvjp(
+        lambda x, number: (x, number),
+        # Infinite weight gradients in layer 1 alone: what flows on is cut to zero before layer 0.
+        lambda number, g: (jnp.where(number == 1, jnp.full_like(g, jnp.inf), g), None),
+    )
+
+    def apply_layer(block, config, params, x_BTD, rows, purpose, number):
+        kernel = params["mlp"]["down"]["kernel"]
+        params = {**params, "mlp": {**params["mlp"], "down": {"kernel": spoil(kernel, number)}}}
+        return real(block, config, params, x_BTD, rows, purpose, number)
+
+    monkeypatch.setattr(layerwise, "apply_layer", apply_layer)
+    state = init_state(spec)
+    before = jax.tree.map(np.asarray, state.params)
+    after, metrics = train_step.__wrapped__(
+        spec, state, window_of(1, 0), jnp.int32(0), jnp.int32(0)
+    )
+    assert (bool(metrics.applied), int(metrics.kept_layers)) == (True, 1)
+    for old, new in zip(
+        jax.tree.leaves(before["stack"]), jax.tree.leaves(after.params["stack"]), strict=True
+    ):
+        assert np.array_equal(old[1], new[1])
+        assert not np.array_equal(old[0], new[0])
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((after.params, after.opt_state)))
+
+
+PARAMS = {
+    "embedding": {"table": jnp.zeros((64, 32))},
+    "stack": {"blocks": {"kernel": jnp.zeros((4, 64, 64)), "scale": jnp.zeros((4, 64))}},
+}
+
+
+def test_which_transforms_can_run_layer_by_layer():
+    rules = [("blocks", 1)]
+    for tx in (
+        optax.sgd(0.1, momentum=0.9),
+        optax.adamw(1e-3),
+        adafactor(1e-2, layer_rules=rules, momentum=0.9),
+        adamw_8bit(1e-3, layer_rules=rules),
+        optax.chain(adafactor(1e-2, layer_rules=rules), stochastic_rounding(0)),
+    ):
+        refuse_unless_layer_local(tx, PARAMS, "it")
+    with pytest.raises(ValueError, match=r"LAMB lets the update of stack/blocks.* depend"):
+        refuse_unless_layer_local(optax.lamb(1e-3), PARAMS, "LAMB")
+    with pytest.raises(ValueError, match=r"clipping lets the update of .* depend on the gradient"):
+        refuse_unless_layer_local(
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), PARAMS, "clipping"
+        )
+    with pytest.raises(ValueError, match=r"optax.adafactor .*cannot be cut into layers"):
+        refuse_unless_layer_local(optax.adafactor(1e-2), PARAMS, "optax.adafactor")
