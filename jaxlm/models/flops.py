@@ -21,7 +21,8 @@ class FlopsPerToken:
     backward: float
     # What the backward pass computes again: the logits, and what `config.remat` does not keep of
     # the layers with gradient. With full that is all but their last product, whose result nothing
-    # needs; with dots it is attention's two products over positions.
+    # needs, and once more attention's scores; with dots it is attention's two products over
+    # positions.
     recomputed: float
 
     @property
@@ -60,7 +61,8 @@ def recomputed_layer_flops(config: ModelConfig, attended: float) -> float:
         return 0.0
     if config.remat == "dots":
         return attention_flops(config, attended)
-    return layer_flops(config, attended) - 2.0 * config.width * config.feed_forward
+    again = attention_flops(config, attended) / 2  # scores, within the recomputation
+    return layer_flops(config, attended) - 2.0 * config.width * config.feed_forward + again
 
 
 def injection_flops(config: ModelConfig) -> float:

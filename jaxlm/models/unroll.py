@@ -133,7 +133,8 @@ class CoreSteps:
 
             x_M, inputs_LM = jax.lax.scan(layer, x_M, (blocks, layers))
             norm = params.get("state_norm", {})
-            return jax.lax.map(lambda x: self._normalise(norm, x), x_M), (s_M, inputs_LM)
+            after_M = jax.lax.map(lambda x: self._normalise(norm, x), x_M)
+            return after_M, (s_M, inputs_LM, x_M)
 
         def step(s_M: Array, j: Array) -> tuple[Array, Any]:
             nothing = jax.tree.map(
@@ -162,45 +163,49 @@ class CoreSteps:
         def back(i: Array, carry: Any) -> Any:
             ds_M, de_M, block_grads, injection_grads, norm_grads = carry
             j = steps - 1 - i
-            states, inputs = saved
-            s_M = self.fetch(jax.lax.dynamic_index_in_dim(states, j, keepdims=False))
+            states, inputs, outputs = saved
+            s_M, y_M = (
+                self.fetch(jax.lax.dynamic_index_in_dim(x, j, keepdims=False))
+                for x in (states, outputs)
+            )
+
+            def back_norm(grads: Any, scanned: Any) -> tuple[Any, Array]:
+                y_BTD, ds_BTD = scanned
+                own, dx_BTD = jax.vjp(self._normalise, norm, y_BTD)[1](ds_BTD)
+                return add_to(grads, own), dx_BTD
+
+            norm_grads, dx_M = jax.lax.scan(back_norm, norm_grads, (y_M, ds_M))
 
             def back_layer(carry: Any, scanned: Any) -> tuple[Any, None]:
-                dx_M, block_grads, norm_grads = carry
+                dx_M, block_grads = carry
                 number, block = scanned
                 # One layer's inputs of one step, straight out of where all of them are kept.
-                start = (j, number, *[0] * (inputs.ndim - 2))
+                start = (j, number.astype(j.dtype), *[jnp.zeros((), j.dtype)] * (inputs.ndim - 2))
                 sizes = (1, 1, *inputs.shape[2:])
                 x_M = self.fetch(jax.lax.dynamic_slice(inputs, start, sizes))[0, 0]
 
                 def micro_batch(grads: Any, scanned: Any) -> tuple[Any, Array]:
                     x_BTD, dx_BTD, rows_B = scanned
 
-                    def of(block: Any, norm: Any, x_BTD: Array) -> Array:
-                        y_BTD = self._layer(block, x_BTD, rows_B, first + j, number)
-                        return jnp.where(number == layers[-1], self._normalise(norm, y_BTD), y_BTD)
+                    def of(block: Any, x_BTD: Array) -> Array:
+                        return self._layer(block, x_BTD, rows_B, first + j, number)
 
-                    *own, dx_BTD = jax.vjp(of, block, norm, x_BTD)[1](dx_BTD)
-                    return add_to(grads, tuple(own)), dx_BTD
+                    own, dx_BTD = jax.vjp(of, block, x_BTD)[1](dx_BTD)
+                    return add_to(grads, own), dx_BTD
 
                 one = jax.tree.map(
                     lambda g: jax.lax.dynamic_index_in_dim(g, number, keepdims=False), block_grads
                 )
-                (one, norm_grads), dx_M = jax.lax.scan(
-                    micro_batch, (one, norm_grads), (x_M, dx_M, rows)
-                )
+                one, dx_M = jax.lax.scan(micro_batch, one, (x_M, dx_M, rows))
                 block_grads = jax.tree.map(
                     lambda grads, g: jax.lax.dynamic_update_index_in_dim(grads, g, number, 0),
                     block_grads,
                     one,
                 )
-                return (dx_M, block_grads, norm_grads), None
+                return (dx_M, block_grads), None
 
-            (dx_M, block_grads, norm_grads), _ = jax.lax.scan(
-                back_layer,
-                (ds_M, block_grads, norm_grads),
-                (layers, blocks),
-                reverse=True,
+            (dx_M, block_grads), _ = jax.lax.scan(
+                back_layer, (dx_M, block_grads), (layers, blocks), reverse=True
             )
 
             def back_injection(grads: Any, scanned: Any) -> tuple[Any, Any]:

@@ -78,7 +78,9 @@ def count(function, *arguments):
 def test_formula_equals_xla_within_2_percent(config, depth, backprop):
     params = init_params(config, 3.0, jax.random.key(0))
     tokens = jnp.zeros((1, T), jnp.int32)
-    # XLA's attention computes the whole square of T keys a query.
+    # XLA counts the body of a loop of traced length once: nothing is recomputed, and no loop made
+    # by hand. Its attention computes the whole square of T keys a query.
+    config = dataclasses.replace(config, remat="none")
     flops = flops_per_token(config, T, depth, backprop)
     forward = count(lambda p: loss(config, p, tokens, depth, backprop), params)
     assert flops.forward == pytest.approx(forward, rel=0.02)
@@ -157,7 +159,7 @@ def test_recomputation_by_hand():
     """The models of test_by_hand. The chunked loss computes its logits again in any case."""
     head, attention = 2 * 256 * 512, 2 * 2 * 256 * 32
     layer = 2 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 768) + attention
-    again = {"none": 0, "dots": attention, "full": layer - 2 * 256 * 768}
+    again = {"none": 0, "dots": attention, "full": layer - 2 * 256 * 768 + attention // 2}
     for remat, per_layer in again.items():
         transformer = dataclasses.replace(model("transformer"), remat=remat)
         flops = flops_per_token(transformer, 32)
