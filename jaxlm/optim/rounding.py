@@ -291,10 +291,14 @@ def join_residual(weight: Array, residual: Array) -> Array:
     In memory order the bits of a float's magnitude count its steps, across exponents too. The
     bfloat16 is the upper 16 bits and the residual, -128 to 127, is added in units of the next 8.
     """
-    upper = jax.lax.bitcast_convert_type(weight, jnp.uint16).astype(jnp.uint32) << 16
-    step = residual.astype(jnp.int32).astype(jnp.uint32) << 8
-    # The residual of a zero is never negative: its magnitude has no step below.
-    return jax.lax.bitcast_convert_type(upper + step, jnp.float32)
+    bits = jax.lax.bitcast_convert_type(weight, jnp.uint16).astype(jnp.int32)
+    sign, upper = bits & 0x8000, bits & 0x7FFF
+    # Adding a difference to a weight thousands of times larger may land beside the bfloat16 that
+    # the residual was made for, on zero too, which has no step below.
+    magnitude = jnp.maximum((upper << 8) + residual.astype(jnp.int32), 0)
+    whole = (sign.astype(jnp.uint32) << 16) | (magnitude.astype(jnp.uint32) << 8)
+    joined = jax.lax.bitcast_convert_type(whole, jnp.float32)
+    return jnp.where(jnp.isfinite(weight), joined, weight.astype(jnp.float32))
 
 
 def split_residual(x: Array, noise: Array) -> tuple[Array, Array]:
