@@ -134,7 +134,7 @@ class CoreSteps:
             x_M, inputs_LM = jax.lax.scan(layer, x_M, (blocks, layers))
             norm = params.get("state_norm", {})
             after_M = jax.lax.map(lambda x: self._normalise(norm, x), x_M)
-            return after_M, (s_M, inputs_LM, x_M)
+            return after_M, (inputs_LM, x_M)
 
         def step(s_M: Array, j: Array) -> tuple[Array, Any]:
             nothing = jax.tree.map(
@@ -143,7 +143,8 @@ class CoreSteps:
             s_M, kept = jax.lax.cond(j < steps, real, lambda s_M, j: (s_M, nothing), s_M, j)
             return s_M, self.keep(kept)
 
-        return jax.lax.scan(step, s_M, jnp.arange(self.max_steps))
+        end_M, (inputs, outputs) = jax.lax.scan(step, s_M, jnp.arange(self.max_steps))
+        return end_M, (self.keep(s_M), inputs, outputs)
 
     def backward(
         self,
@@ -163,11 +164,17 @@ class CoreSteps:
         def back(i: Array, carry: Any) -> Any:
             ds_M, de_M, block_grads, injection_grads, norm_grads = carry
             j = steps - 1 - i
-            states, inputs, outputs = saved
-            s_M, y_M = (
-                self.fetch(jax.lax.dynamic_index_in_dim(x, j, keepdims=False))
-                for x in (states, outputs)
+            start_M, inputs, outputs = saved
+
+            def output(j: Array) -> Array:
+                return self.fetch(jax.lax.dynamic_index_in_dim(outputs, j, keepdims=False))
+
+            # The state before a step is the normalised output of the step before.
+            y_M = output(j)
+            before_M = jax.lax.map(
+                lambda x: self._normalise(norm, x), output(jnp.maximum(j - 1, 0))
             )
+            s_M = jnp.where(j == 0, self.fetch(start_M), before_M)
 
             def back_norm(grads: Any, scanned: Any) -> tuple[Any, Array]:
                 y_BTD, ds_BTD = scanned

@@ -146,7 +146,13 @@ def describe_optimizer(config: Config) -> str:
         )
     rate = f"{optim.schedule} rate, peak {optim.learning_rate:g}, warm-up {optim.warmup_updates}"
     parts = [
-        f"clip to global norm {optim.max_norm:g}" if optim.clip == "global" else "no clipping",
+        {
+            "global": f"clip to global norm {optim.max_norm:g}",
+            "two_pass": f"clip to global norm {optim.max_norm:g} in a second backward pass",
+            "previous_norm": f"scale by {optim.max_norm:g} / the last update's norm above that",
+            "rms": "no clipping but each layer's update to a root mean square of 1",
+            "off": "no clipping",
+        }[optim.clip],
         name,
         f"decay {optim.weight_decay:g} of matrices and embeddings",
         f"{rate} of {training.updates} updates",
@@ -156,6 +162,8 @@ def describe_optimizer(config: Config) -> str:
         how = f"sum of {training.micro_batches} micro-batches in {dtype}"
         if optim.accumulation == "optax_multisteps":
             how += " by optax.MultiSteps"
+        if training.update == "in_backward":
+            how += ", one layer at a time"
         parts.insert(0, f"{how}, divided by target tokens")
     if config.model.param_dtype == "bfloat16":
         parts.append(f"{optim.rounding} rounding to bfloat16")
