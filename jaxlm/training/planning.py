@@ -205,8 +205,8 @@ class _Classifier:
         differentiated = "jvp(" in operation
         optimizer = "/optax/" in buffer.source or "/jaxlm/optim/" in buffer.source
         if tuple(sorted(shape)) in self._stacked:
-            if differentiated:
-                return "gradients"
+            if differentiated or buffer.source.endswith("models/layers.py"):
+                return "gradients"  # looking tokens up has a backward pass of its own
             if "/while" in operation and (not optimizer or "accumulation" in buffer.source):
                 return "accumulators"
             if operation.endswith("/div") and not optimizer:

@@ -32,10 +32,20 @@ CASES = [
 ]
 
 
+# One of each engine in every test run; half a minute each for the others.
+QUICK = (0, 7)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "device", "host"),
-    CASES,
-    ids=[f"{name} {' '.join(changes)}" for name, changes, _, _ in CASES],
+    [
+        pytest.param(
+            *case,
+            id=" ".join([case[0], *case[1]]),
+            marks=[] if i in QUICK else [pytest.mark.long],
+        )
+        for i, case in enumerate(CASES)
+    ],
 )
 def test_planned_peak(name, changes, device, host):
     plan = plan_training(

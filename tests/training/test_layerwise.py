@@ -144,6 +144,8 @@ def test_previous_norm_scales_by_the_update_before():
     assert norm == pytest.approx(scale * second.grad_norm, rel=1e-3)
 
 
+# In the long suite: beside another process, XLA's CPU runtime was once seen to wait for ever in it.
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["transformer", "recurrent"])
 def test_inputs_of_layers_on_the_host_change_nothing(kind):
     spec = in_backward(spec_of(tiny_model(kind), 2))
