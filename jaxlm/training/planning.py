@@ -196,6 +196,9 @@ class _Classifier:
         self._stacked = {tuple(sorted(s)) for s in shapes if math.prod(s) > 1}
         layers = [s[1:] for s in shapes if len(s) > 1]
         self._layer = {tuple(sorted(_squeezed(s))) for s in layers} - self._stacked
+        dtypes = {"float32": "f32", "bfloat16": "bf16", "float64": "f64"}
+        self._weights = dtypes[config.model.param_dtype]
+        self._sums = dtypes[config.optim.accumulator_dtype]
         self._vocabulary = config.model.vocabulary
         self._positions = {config.data.sequence_length, config.data.sequence_length + 1}
         self._tokens = config.training.micro_batch_rows * config.data.sequence_length
@@ -205,8 +208,10 @@ class _Classifier:
         differentiated = "jvp(" in operation
         optimizer = "/optax/" in buffer.source or "/jaxlm/optim/" in buffer.source
         if tuple(sorted(shape)) in self._stacked:
-            if differentiated or buffer.source.endswith("models/layers.py"):
-                return "gradients"  # looking tokens up has a backward pass of its own
+            if differentiated:
+                return "gradients"
+            if buffer.dtype == self._weights != self._sums:
+                return "copies" if "/while" in operation else "update"
             if "/while" in operation and (not optimizer or "accumulation" in buffer.source):
                 return "accumulators"
             if operation.endswith("/div") and not optimizer:
