@@ -251,7 +251,7 @@ def alternatives(config: Config) -> list[tuple[str, Config]]:
         single.append({"loss.chunk_tokens": 256})
     if optim.name != "adafactor":
         single.append({"optim.name": "adafactor"})
-    if training.micro_batches > 1:
+    if training.micro_batches > 1 and training.update == "after_backward":
         if optim.accumulation == "optax_multisteps":
             single.append({"optim.accumulation": "token_weighted"})
         elif optim.accumulator_dtype == "float32":

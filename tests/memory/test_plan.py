@@ -19,6 +19,7 @@ from jaxlm.config import (
     OptimConfig,
     TrainingConfig,
     TransformerConfig,
+    load,
 )
 from jaxlm.errors import UserError
 from jaxlm.memory.assignment import read_assignment
@@ -416,3 +417,9 @@ def test_incomplete_device_files(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         read_device(path)
+
+
+def test_a_layer_wise_preset_has_valid_alternatives():
+    """One layer's sum is float32 there, whatever the accumulator's setting."""
+    config = load(["configs/transformer_3b_rtx3090.yaml"], [])
+    assert not any("accumulator" in words for words, _ in alternatives(config))
