@@ -9,7 +9,12 @@ from jaxlm.optim.adafactor import (
     scale_by_param_rms,
 )
 from jaxlm.optim.adamw_8bit import Adam8bitState, adamw_8bit, scale_by_adam_8bit
-from jaxlm.optim.clipping import ClipByGlobalNormState, clip_by_global_norm, global_norm
+from jaxlm.optim.clipping import (
+    ClipByGlobalNormState,
+    clip_by_global_norm,
+    clip_scale,
+    global_norm,
+)
 from jaxlm.optim.ema import Ema8bitState, ema_8bit
 from jaxlm.optim.float32 import in_float32, to_float32
 from jaxlm.optim.guard import SkipNonfiniteState, skip_nonfinite
@@ -45,6 +50,7 @@ __all__ = [
     "add_gradients",
     "apply_updates",
     "clip_by_global_norm",
+    "clip_scale",
     "decay_of_half_life",
     "ema_8bit",
     "global_norm",

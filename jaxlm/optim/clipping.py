@@ -29,6 +29,12 @@ def global_norm(tree: optax.Updates) -> Array:
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
+def clip_scale(norm: Array, max_norm: float) -> Array:
+    """The factor that takes a norm down to `max_norm`: 1 below it, and where it is not finite."""
+    clip = jnp.isfinite(norm) & (norm > max_norm)
+    return jnp.where(clip, max_norm / jnp.where(clip, norm, 1.0), 1.0)
+
+
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     """Scale updates down so that their global norm is at most `max_norm`.
 
@@ -63,10 +69,9 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params
         norm = global_norm(updates)
-        clip = jnp.isfinite(norm) & (norm > max_norm)
-        scale = jnp.where(clip, max_norm / jnp.where(clip, norm, 1.0), 1.0)
+        scale = clip_scale(norm, max_norm).astype(norm.dtype)
         clipped = jax.tree.map(
-            lambda u: jnp.where(clip, (u * scale.astype(norm.dtype)).astype(u.dtype), u), updates
+            lambda u: jnp.where(scale < 1, (u * scale).astype(u.dtype), u), updates
         )
         return clipped, ClipByGlobalNormState(norm=norm.astype(jnp.float32))
 

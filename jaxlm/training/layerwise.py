@@ -43,7 +43,7 @@ from jaxlm.models.unroll import (
     apply_layer,
     sums_like,
 )
-from jaxlm.optim import global_norm, to_float32
+from jaxlm.optim import clip_scale, global_norm, to_float32
 from jaxlm.training.spec import Outcome, StepSpec, Window, row_keys
 from jaxlm.training.state import TrainState
 
@@ -194,9 +194,9 @@ def update_in_backward(
     if spec.optim.clip == "two_pass":
         writer = _Writer(optimizer, state, tokens, scale, applied, write=False)
         norm = jnp.sqrt(passes.backward(saved, dx_M, head_grads, writer).grad_square)
-        scale = _clip_scale(norm, spec.optim.max_norm)
+        scale = clip_scale(norm, spec.optim.max_norm)
     elif spec.optim.clip == "previous_norm":
-        scale = _clip_scale(old[norm_path], spec.optim.max_norm)
+        scale = clip_scale(old[norm_path], spec.optim.max_norm)
 
     writer = _Writer(optimizer, state, tokens, scale, applied, write=True)
     outcome = passes.backward(saved, dx_M, head_grads, writer)
@@ -218,11 +218,6 @@ def update_in_backward(
         applied=applied,
         kept_layers=jnp.where(applied, outcome.kept_layers, 0),
     )
-
-
-def _clip_scale(norm: Array, max_norm: float) -> Array:
-    clip = jnp.isfinite(norm) & (norm > max_norm)
-    return jnp.where(clip, max_norm / jnp.where(clip, norm, 1.0), 1.0)
 
 
 def _micro_batches(spec: StepSpec, state: TrainState, window: Window) -> _Window:
@@ -291,10 +286,11 @@ class _Writer:
         )
         if not self.write:
             return total, params, owned
-        nest = _nested
-        scaled = nest({path: g * self.scale.astype(g.dtype) for path, g in grads.items()})
+        scaled = _nested({path: g * self.scale.astype(g.dtype) for path, g in grads.items()})
         shared = {path: self.old_state[path] for path in self.optimizer.shared}
-        new, state = self.optimizer.update(nest(params), {**owned, **shared}, scaled, first_layer)
+        new, state = self.optimizer.update(
+            _nested(params), {**owned, **shared}, scaled, first_layer
+        )
 
         def choose(new: Array, old: Array) -> Array:
             return jnp.where(self.applied & good & jnp.isfinite(new), new, old)
