@@ -14,6 +14,9 @@ from jax import Array
 
 from jaxlm.config import ModelConfig
 
+# Purposes that random keys of a row are folded with; core step i uses FIRST_STEP + i.
+EMBEDDING_DROPOUT, INITIAL_STATE, LAYERS, FIRST_STEP = 0, 1, 2, 3
+
 # Standard deviation of weights at width D: "small init" (Nguyen & Salazar 2019; Takase et al.
 # 2023, "Spike No More"), which Huginn uses as well.
 WEIGHT_SCALE = math.sqrt(2 / 5)

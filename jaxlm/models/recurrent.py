@@ -17,6 +17,10 @@ from jax import Array
 
 from jaxlm.config import ModelConfig
 from jaxlm.models.layers import (
+    EMBEDDING_DROPOUT,
+    FIRST_STEP,
+    INITIAL_STATE,
+    LAYERS,
     WEIGHT_SCALE,
     Embedding,
     RMSNorm,
@@ -29,15 +33,7 @@ from jaxlm.models.layers import (
     truncated_normal,
 )
 from jaxlm.models.stack import Stack
-from jaxlm.models.unroll import (
-    EMBEDDING_DROPOUT,
-    FIRST_STEP,
-    INITIAL_STATE,
-    LAYERS,
-    CoreSteps,
-    Rows,
-    unroll,
-)
+from jaxlm.models.unroll import CoreSteps, Rows, unroll
 
 
 class DiagonalInjection(nnx.Module):

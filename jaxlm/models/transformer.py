@@ -10,6 +10,8 @@ from jax import Array
 
 from jaxlm.config import ModelConfig
 from jaxlm.models.layers import (
+    EMBEDDING_DROPOUT,
+    LAYERS,
     Embedding,
     attention_mask,
     dropout,
@@ -18,9 +20,6 @@ from jaxlm.models.layers import (
     rotary_angles,
 )
 from jaxlm.models.stack import Stack
-
-# Purposes that random keys of a row are folded with, the same as in recurrent.py.
-EMBEDDING_DROPOUT, LAYERS = 0, 2
 
 
 class TransformerLM(nnx.Module):

@@ -19,13 +19,10 @@ from flax import nnx
 from jax import Array
 
 from jaxlm.config import ModelConfig
-from jaxlm.models.layers import attention_mask, fold_in, rotary_angles
+from jaxlm.models.layers import FIRST_STEP, attention_mask, fold_in, rotary_angles
 
 # Parameters of the core as nested dicts.
 CoreParams = dict[str, Any]
-
-# Purposes that random keys of a row are folded with; core step i uses FIRST_STEP + i.
-EMBEDDING_DROPOUT, INITIAL_STATE, LAYERS, FIRST_STEP = 0, 1, 2, 3
 
 
 class Rows(NamedTuple):
@@ -37,6 +34,16 @@ class Rows(NamedTuple):
     positions: Array
     # One typed random key per row, [M, B], for dropout; None without.
     keys: Array | None
+
+
+def keep(x: Any, on_host: bool) -> Any:
+    """Move what the backward pass needs to where it is kept: pinned host memory, or as it is."""
+    return jax.device_put(x, jax.memory.Space.Host) if on_host else x
+
+
+def fetch(x: Any, on_host: bool) -> Any:
+    """Bring it back."""
+    return jax.device_put(x, jax.memory.Space.Device) if on_host else x
 
 
 def sums_like(params: Any) -> Any:
@@ -82,14 +89,6 @@ class CoreSteps:
     max_steps: int
     # Keep the inputs of layers in pinned host memory.
     on_host: bool = False
-
-    def keep(self, x: Any) -> Any:
-        """Move what the backward pass needs to where it is kept."""
-        return jax.device_put(x, jax.memory.Space.Host) if self.on_host else x
-
-    def fetch(self, x: Any) -> Any:
-        """Bring it back."""
-        return jax.device_put(x, jax.memory.Space.Device) if self.on_host else x
 
     def _inject(self, params: Any, s_BTD: Array, e_BTD: Array) -> Array:
         return nnx.merge(self.injection, params)(s_BTD, e_BTD)
@@ -141,10 +140,10 @@ class CoreSteps:
                 lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(real, s_M, j)[1]
             )
             s_M, kept = jax.lax.cond(j < steps, real, lambda s_M, j: (s_M, nothing), s_M, j)
-            return s_M, self.keep(kept)
+            return s_M, keep(kept, self.on_host)
 
         end_M, (inputs, outputs) = jax.lax.scan(step, s_M, jnp.arange(self.max_steps))
-        return end_M, (self.keep(s_M), inputs, outputs)
+        return end_M, (keep(s_M, self.on_host), inputs, outputs)
 
     def backward(
         self,
@@ -167,14 +166,15 @@ class CoreSteps:
             start_M, inputs, outputs = saved
 
             def output(j: Array) -> Array:
-                return self.fetch(jax.lax.dynamic_index_in_dim(outputs, j, keepdims=False))
+                one_M = jax.lax.dynamic_index_in_dim(outputs, j, keepdims=False)
+                return fetch(one_M, self.on_host)
 
             # The state before a step is the normalised output of the step before.
             y_M = output(j)
             before_M = jax.lax.map(
                 lambda x: self._normalise(norm, x), output(jnp.maximum(j - 1, 0))
             )
-            s_M = jnp.where(j == 0, self.fetch(start_M), before_M)
+            s_M = jnp.where(j == 0, fetch(start_M, self.on_host), before_M)
 
             def back_norm(grads: Any, scanned: Any) -> tuple[Any, Array]:
                 y_BTD, ds_BTD = scanned
@@ -189,7 +189,7 @@ class CoreSteps:
                 # One layer's inputs of one step, straight out of where all of them are kept.
                 start = (j, number.astype(j.dtype), *[jnp.zeros((), j.dtype)] * (inputs.ndim - 2))
                 sizes = (1, 1, *inputs.shape[2:])
-                x_M = self.fetch(jax.lax.dynamic_slice(inputs, start, sizes))[0, 0]
+                x_M = fetch(jax.lax.dynamic_slice(inputs, start, sizes), self.on_host)[0, 0]
 
                 def micro_batch(grads: Any, scanned: Any) -> tuple[Any, Array]:
                     x_BTD, dx_BTD, rows_B = scanned

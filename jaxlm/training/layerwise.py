@@ -32,17 +32,17 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxlm.losses import LossSums, cross_entropy_gradients, target_mask
 from jaxlm.models.build import Params, apply
-from jaxlm.models.layers import attention_mask, dropout, fold_in, rotary_angles
-from jaxlm.models.recurrent import RecurrentDepthLM
-from jaxlm.models.unroll import (
+from jaxlm.models.layers import (
     EMBEDDING_DROPOUT,
     FIRST_STEP,
     LAYERS,
-    Rows,
-    add_to,
-    apply_layer,
-    sums_like,
+    attention_mask,
+    dropout,
+    fold_in,
+    rotary_angles,
 )
+from jaxlm.models.recurrent import RecurrentDepthLM
+from jaxlm.models.unroll import Rows, add_to, apply_layer, fetch, keep, sums_like
 from jaxlm.optim import clip_scale, global_norm, to_float32
 from jaxlm.training.spec import Outcome, StepSpec, Window, row_keys
 from jaxlm.training.state import TrainState
@@ -347,12 +347,6 @@ class _Passes:
         x_BTD = self._module("embedding")(params, tokens)
         return dropout(x_BTD, self.config.dropout, fold_in(keys_B, EMBEDDING_DROPOUT))
 
-    def _keep(self, x: Any) -> Any:
-        return jax.device_put(x, jax.memory.Space.Host) if self.on_host else x
-
-    def _fetch(self, x: Any) -> Any:
-        return jax.device_put(x, jax.memory.Space.Device) if self.on_host else x
-
     # ------------------------------------------------------------------ forward
 
     def forward(self) -> tuple[Array, dict[str, Any]]:
@@ -366,7 +360,7 @@ class _Passes:
             x_M, saved["stack"] = self._forward_stack("stack", x_M)
             return x_M, saved
         x_M, saved["prelude"] = self._forward_stack("prelude", x_M)
-        saved["prelude_out"], e_M = self._keep(x_M), x_M
+        saved["prelude_out"], e_M = keep(x_M, self.on_host), x_M
         if self.config.norm == "pre":
             norm = self._module("prelude_norm")
             e_M = jax.lax.map(lambda x: norm(self.params["prelude_norm"], x), x_M)
@@ -384,7 +378,7 @@ class _Passes:
         def step(x_M: Array, scanned: Any) -> tuple[Array, Array]:
             params, number = scanned
             y_M = jax.lax.map(lambda a: layer(params, *a, number), (x_M, self.rows))
-            return y_M, self._keep(x_M)
+            return y_M, keep(x_M, self.on_host)
 
         layers = jnp.arange(jax.tree.leaves(blocks)[0].shape[0])
         return jax.lax.scan(step, x_M, (blocks, layers))
@@ -484,7 +478,7 @@ class _Passes:
                 return add_to(grads, own), dx_BTD
 
             grads, dx_M = jax.lax.scan(
-                micro_batch, sums_like(block), (self._fetch(x_M), dx_M, self.rows)
+                micro_batch, sums_like(block), (fetch(x_M, self.on_host), dx_M, self.rows)
             )
             grads = {(*prefix, *path): g[None] for path, g in _flatten(grads).items()}
             total, new, state = writer.apply(total, one, _slice(owned, number), grads, number)
@@ -542,7 +536,7 @@ class _Passes:
         if self.config.norm != "pre":
             return de_M
         norm, scale = self._module("prelude_norm"), self.params["prelude_norm"]
-        x_M = self._fetch(x_M)
+        x_M = fetch(x_M, self.on_host)
 
         def micro_batch(grads: Any, scanned: Any) -> tuple[Any, Array]:
             x_BTD, de_BTD = scanned
