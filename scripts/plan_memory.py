@@ -53,7 +53,10 @@ def arguments() -> argparse.Namespace:
         help="device memory that may be used, such as 22.6GB or 21GiB; default: 88.8 %% of it",
     )
     result.add_argument(
-        "--host-budget", metavar="SIZE", help="pinned host memory that may be used; default: any"
+        "--host-budget",
+        metavar="SIZE",
+        default="12GB",  # WSL2 hands out half of a machine's memory
+        help="pinned host memory that may be used; default: 12GB",
     )
     result.add_argument("--json", metavar="FILE", help="also write the result there")
     result.add_argument(
@@ -94,7 +97,7 @@ def new_table(*columns: str) -> rich.table.Table:
     return table
 
 
-def memory_table(plan: Plan, budget: int, host_budget: int | None) -> rich.table.Table:
+def memory_table(plan: Plan, budget: int, host_budget: int) -> rich.table.Table:
     """The parts of the peak, and the budgets."""
     table = new_table("memory at the fullest point of an update", "GB", "share")
     for key, title in PARTS.items():
@@ -104,8 +107,7 @@ def memory_table(plan: Plan, budget: int, host_budget: int | None) -> rich.table
     table.add_row("budget", gigabytes(budget), "")
     table.add_section()
     table.add_row("pinned host memory", gigabytes(plan.host), "")
-    if host_budget is not None:
-        table.add_row("host budget", gigabytes(host_budget), "")
+    table.add_row("host budget", gigabytes(host_budget), "")
     return table
 
 
@@ -136,7 +138,7 @@ def buffer_table(plan: Plan) -> rich.table.Table:
     return table
 
 
-def as_json(plan: Plan, budget: int, host_budget: int | None) -> dict[str, Any]:
+def as_json(plan: Plan, budget: int, host_budget: int) -> dict[str, Any]:
     """The plan as plain values; sizes in bytes."""
     return {
         "device": plan.device.kind,
@@ -170,19 +172,19 @@ def as_json(plan: Plan, budget: int, host_budget: int | None) -> dict[str, Any]:
     }
 
 
-def fits(plan: Plan, budget: int, host_budget: int | None) -> bool:
+def fits(plan: Plan, budget: int, host_budget: int) -> bool:
     """Whether a plan keeps both budgets."""
-    return plan.peak <= budget and (host_budget is None or plan.host <= host_budget)
+    return plan.peak <= budget and plan.host <= host_budget
 
 
-def verdict(plan: Plan, budget: int, host_budget: int | None) -> str:
+def verdict(plan: Plan, budget: int, host_budget: int) -> str:
     """One line: does it fit, and by how much."""
     if fits(plan, budget, host_budget):
         return f"It fits: {gigabytes(budget - plan.peak)} GB of the budget are left."
     over = []
     if plan.peak > budget:
         over.append(f"{gigabytes(plan.peak - budget)} GB over the budget")
-    if host_budget is not None and plan.host > host_budget:
+    if plan.host > host_budget:
         over.append(f"{gigabytes(plan.host - host_budget)} GB over the host budget")
     return f"It does not fit: {' and '.join(over)}."
 
@@ -192,7 +194,7 @@ def main() -> int:
     options = arguments()
     config, device = config_from(options), device_of(options)
     budget = size(options.budget, "--budget") if options.budget else default_budget(device)
-    host_budget = size(options.host_budget, "--host-budget") if options.host_budget else None
+    host_budget = size(options.host_budget, "--host-budget")
     out = console()
     plan = plan_training(config, device)
     training = plan.config.training
