@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from jaxlm.memory.plan import planned_bytes
 from jaxlm.optim.rules import path_name
 
 
@@ -24,39 +25,55 @@ def _signature(arguments: Any) -> dict[str, str]:
     return {path_name(path): describe(leaf) for path, leaf in leaves}
 
 
+# Programs by function, static settings and argument types: runs in one process share them.
+_PROGRAMS: dict[Any, jax.stages.Compiled] = {}
+
+
 class CompileOnce:
-    """Remembers the argument types of a jitted function's first call and insists on them.
+    """Calls a jitted function, and insists on the argument types of the first call.
 
     Args:
-        name: the function's name, for messages.
+        function: a jitted function whose first argument is static.
+        static: that argument, hashable.
     """
 
-    def __init__(self, name: str):
-        self.name = name
-        self._first: dict[str, str] | None = None
+    def __init__(self, function: Any, static: Any):
+        self.function, self.static = function, static
+        self._first: dict[str, str] = {}
+        self._program: jax.stages.Compiled | None = None
+        # Bytes that XLA plans for the program on the device and in pinned host memory; what a run
+        # holds besides, such as windows that are prefetched, is not in it. 0 before the first call.
+        self.planned = (0, 0)
 
-    def check(self, arguments: Any) -> None:
-        """Compare arguments with those of the first call.
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function.
 
         Args:
-            arguments: any pytree of arrays.
+            arguments: pytrees of arrays; those that the function donates are gone afterwards.
 
         Raises:
             RecompilationError: names each argument that changed, with its old and new type.
         """
         signature = _signature(arguments)
-        if self._first is None:
-            self._first = signature
-            return
-        if signature == self._first:
-            return
-        names = [*self._first, *(name for name in signature if name not in self._first)]
+        if self._program is None:
+            key = (self.function, self.static, tuple(signature.items()))
+            if key not in _PROGRAMS:
+                _PROGRAMS[key] = self.function.lower(self.static, *arguments).compile()
+            self._first, self._program = signature, _PROGRAMS[key]
+            self.planned = planned_bytes(self._program)
+        if signature != self._first:
+            self._refuse(signature)
+        return self._program(*arguments)
+
+    def _refuse(self, signature: dict[str, str]) -> None:
+        first = self._first
+        names = [*first, *(name for name in signature if name not in first)]
         changes = [
-            f"{name}: was {self._first.get(name, 'absent')}, is {signature.get(name, 'absent')}"
+            f"{name}: was {first.get(name, 'absent')}, is {signature.get(name, 'absent')}"
             for name in names
-            if self._first.get(name) != signature.get(name)
+            if first.get(name) != signature.get(name)
         ]
         raise RecompilationError(
-            f"{self.name} would be compiled a second time; shapes must not change during a run. "
-            + "; ".join(changes)
+            f"{self.function.__name__} would be compiled a second time; shapes must not change "
+            "during a run. " + "; ".join(changes)
         )
