@@ -43,6 +43,8 @@ CASES = [
     ("recurrent_7b_rtx3090", ONE, 20.5, 0),
     ("recurrent_7b_rtx3090", [], 22.0, 12.0),
     ("recurrent_3b_rtx3090_chain", FULL, 22.6, 0),
+    # Exact clipping, whose first pass over the layers must not copy a stack.
+    ("transformer_3b_rtx3090", [*ONE, "optim.clip=two_pass"], 10.5, 0),
 ]
 
 
