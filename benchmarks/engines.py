@@ -35,7 +35,7 @@ from jaxlm.config import (
     TrainingConfig,
     TransformerConfig,
 )
-from jaxlm.console import console, new_table, tracked
+from jaxlm.console import console, new_table, progress, tracked
 from jaxlm.models.depth import draw_depth
 from jaxlm.training.spec import step_spec
 from jaxlm.training.step import init_state, train_step
@@ -146,9 +146,11 @@ def compare_loss() -> None:
     )
     for kind in KINDS:
         losses = {engine: [] for engine in ENGINES}
-        for seed in tracked(range(SEEDS), f"{kind}: seeds", SEEDS):
-            for engine in ENGINES:
-                losses[engine].append(train(kind, engine, seed, data)[-LAST:].mean())
+        with progress(f"{kind}: seeds", SEEDS, line_every=1) as advance:
+            for seed in range(SEEDS):
+                for engine in ENGINES:
+                    losses[engine].append(train(kind, engine, seed, data)[-LAST:].mean())
+                advance(1, ", ".join(f"{engine} {losses[engine][-1]:.4f}" for engine in ENGINES))
         plain, layerwise = (np.array(losses[engine]) for engine in ENGINES)
         difference = layerwise - plain
         error = difference.std(ddof=1) / SEEDS**0.5
