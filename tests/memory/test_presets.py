@@ -99,11 +99,13 @@ def test_planned_peak(plan_memory, tmp_path, name, changes, device, host):
     assert plan["parts"]["weights"] == 2 * plan["parameters"]
     config = load([f"configs/{name}.yaml"], changes)
     if config.training.block_inputs == "host":
-        # The input of each layer of a stack, of each step of the core, and the prelude's output.
+        # The input of each layer of a stack; of the core, of each step and of each layer in it.
+        # The prelude's output, which one norm needs again, XLA leaves on the device.
         model, k = config.model, config.depth.max_backprop
         inputs = model.transformer.layers
         if model.kind == "recurrent":
-            inputs = model.recurrent.prelude_layers + model.recurrent.coda_layers + k + 1
+            parts = model.recurrent
+            inputs = parts.prelude_layers + parts.coda_layers + k * (1 + parts.core_layers)
         tokens = config.training.window_rows * config.data.sequence_length
         assert pinned == 2 * inputs * tokens * model.width
 
@@ -116,6 +118,7 @@ def test_planned_peak(plan_memory, tmp_path, name, changes, device, host):
 def test_what_does_not_fit(plan_memory, change):
     """Float32 sums by optax.MultiSteps, and float32 AdamW, of 3.3 billion parameters."""
     words = ["training.update=after_backward", "training.block_inputs=device", "optim.clip=global"]
+    words.append("optim.half_life_tokens=null")
     path = ROOT / "configs/transformer_3b_rtx3090.yaml"
     assert plan_memory("--config", path, *words, *change) == 1
 
