@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
-
 from jaxlm.config import Config, load
 from jaxlm.errors import UserError
 
@@ -52,6 +50,8 @@ def run_script(main: Callable[[], int]) -> None:
     if importlib.util.find_spec("jax_cuda12_plugin") and not _has_gpu_driver():
         # The extra `plan` brings XLA's GPU compiler to machines without a GPU, where JAX would
         # report the missing libraries with a traceback before it falls back to the CPU.
+        import jax  # not above: processes that only handle text import this module too
+
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
     try:
         code = main()

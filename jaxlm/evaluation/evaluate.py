@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxlm.config import ModelConfig
-from jaxlm.data.pipeline import PackedRows, PaddedRows, Row, stack_rows
+from jaxlm.data.pipeline import Batch, Rows
 from jaxlm.data.shards import DataDirectory
 from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
 from jaxlm.models.build import Params, apply
@@ -45,7 +45,7 @@ class Evaluation:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def eval_step(
-    model: ModelConfig, chunk_tokens: int, params: Params, batch: Row, depth: Array
+    model: ModelConfig, chunk_tokens: int, params: Params, batch: Batch, depth: Array
 ) -> LossSums:
     """Sums over one batch of rows, arrays [B, T + 1]; `depth` is traced."""
     tokens = jnp.asarray(batch["tokens"]).astype(jnp.int32)
@@ -71,14 +71,14 @@ def eval_step(
     )
 
 
-def _batches(rows: PackedRows | PaddedRows, limit: int | None, size: int) -> Iterator[Row]:
+def _batches(rows: Rows, limit: int | None, size: int) -> Iterator[Batch]:
     count = len(rows) if limit is None else min(limit, len(rows))
     for start in range(0, count, size):
-        batch = [rows[i] for i in range(start, min(start + size, count))]
-        yield {name: value[0] for name, value in stack_rows(batch, 1, size).items()}
+        numbers = np.arange(start, start + size)
+        yield rows.read(np.where(numbers < count, numbers, -1))
 
 
-def _target_bytes(batch: Row, token_bytes: np.ndarray) -> int:
+def _target_bytes(batch: Batch, token_bytes: np.ndarray) -> int:
     mask = target_mask(batch["segment_ids"])
     return int(token_bytes[batch["tokens"][:, 1:][mask]].sum())
 
@@ -86,7 +86,7 @@ def _target_bytes(batch: Row, token_bytes: np.ndarray) -> int:
 def evaluate(
     model: ModelConfig,
     params: Params,
-    rows: PackedRows | PaddedRows,
+    rows: Rows,
     *,
     depths: Sequence[int],
     batch_rows: int,
@@ -151,9 +151,7 @@ def evaluate(
     return results
 
 
-def number_of_batches(
-    rows: PackedRows | PaddedRows, limit: int | None, batch_rows: int, depths: Iterable[int]
-) -> int:
+def number_of_batches(rows: Rows, limit: int | None, batch_rows: int, depths: Iterable[int]) -> int:
     """How many batches :func:`evaluate` reads in all, for progress."""
     count = len(rows) if limit is None else min(limit, len(rows))
     return -(-count // batch_rows) * len(list(depths))

@@ -1,5 +1,6 @@
 """One compilation a run: a change of shapes is an error before it costs minutes or memory."""
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -29,32 +30,41 @@ class CompileOnce:
 
     Args:
         name: the function's name, for messages.
+        variants: what may be told apart at a call, such as the lengths of rows: each has one
+            compilation of its own.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, variants: Sequence[Hashable] = (None,)):
         self.name = name
-        self._first: dict[str, str] | None = None
+        self._first: dict[Hashable, dict[str, str] | None] = dict.fromkeys(variants)
 
-    def check(self, arguments: Any) -> None:
-        """Compare arguments with those of the first call.
+    def check(self, arguments: Any, variant: Hashable = None) -> None:
+        """Compare arguments with those of the variant's first call.
 
         Args:
             arguments: any pytree of arrays.
+            variant: one of `variants`.
 
         Raises:
-            RecompilationError: names each argument that changed, with its old and new type.
+            RecompilationError: names each argument that changed, with its old and new type, or the
+                variant that is none of those announced.
         """
-        signature = _signature(arguments)
-        if self._first is None:
-            self._first = signature
+        if variant not in self._first:
+            announced = ", ".join(str(known) for known in self._first)
+            raise RecompilationError(
+                f"{self.name} would be compiled once more, for {variant}; expected {announced}"
+            )
+        signature, first = _signature(arguments), self._first[variant]
+        if first is None:
+            self._first[variant] = signature
             return
-        if signature == self._first:
+        if signature == first:
             return
-        names = [*self._first, *(name for name in signature if name not in self._first)]
+        names = [*first, *(name for name in signature if name not in first)]
         changes = [
-            f"{name}: was {self._first.get(name, 'absent')}, is {signature.get(name, 'absent')}"
+            f"{name}: was {first.get(name, 'absent')}, is {signature.get(name, 'absent')}"
             for name in names
-            if self._first.get(name) != signature.get(name)
+            if first.get(name) != signature.get(name)
         ]
         raise RecompilationError(
             f"{self.name} would be compiled a second time; shapes must not change during a run. "

@@ -42,15 +42,15 @@ def test_figures_equal_numpy_row_by_row(rows):
     for got in evaluated(rows, batch_rows=5, token_bytes=token_bytes):
         losses, ranks, sizes = [], [], []
         for i in range(len(rows)):
-            row = rows[i]
-            tokens, segments = row["tokens"][None].astype(int), row["segment_ids"][None]
+            row = rows.read(np.array([i]))
+            tokens, segments = row["tokens"].astype(int), row["segment_ids"]
             logits = np.asarray(
                 logits_of(
                     MODEL,
                     params,
                     tokens[:, :-1],
                     segments[:, :-1],
-                    row["positions"][None, :-1],
+                    row["positions"][:, :-1],
                     got.depth,
                 ),
                 np.float64,
@@ -85,9 +85,8 @@ def test_one_compilation_for_all_depths(rows):
 def test_a_limit_reads_the_first_rows(rows):
     progress = []
     limited = evaluated(rows, depths=(2,), limit=5, on_batch=lambda *a: progress.append(a))
-    assert limited[0].target_tokens == sum(
-        int(target_mask(rows[i]["segment_ids"]).sum()) for i in range(5)
-    )
+    expected = target_mask(rows.read(np.arange(5))["segment_ids"]).sum()
+    assert limited[0].target_tokens == expected
     assert progress == [(1, "depth 2")] * 2
 
 
