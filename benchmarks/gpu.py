@@ -40,6 +40,7 @@ from jaxlm.data.shards import token_dtype
 from jaxlm.errors import UserError
 from jaxlm.files import write_json
 from jaxlm.memory.devices import peak_flops
+from jaxlm.memory.plan import planned_bytes
 from jaxlm.models.flops import FlopsPerToken, flops_per_token
 from jaxlm.models.layers import attention_implementation
 from jaxlm.training.spec import StepSpec, row_keys, step_spec
@@ -219,14 +220,7 @@ def measure_compilation(spec: StepSpec, inputs: tuple, result: dict) -> jax.stag
     began = time.perf_counter()
     step = train_step.lower(spec, state, *inputs).compile()
     result["compile_seconds"] = time.perf_counter() - began
-    planned = step.memory_analysis()
-    assert planned is not None
-    for key, prefix in (("planned_bytes", ""), ("planned_host_bytes", "host_")):
-        arguments, outputs, aliased, temporaries = (
-            getattr(planned, f"{prefix}{part}_size_in_bytes")
-            for part in ("argument", "output", "alias", "temp")
-        )
-        result[key] = arguments + outputs - aliased + temporaries
+    result["planned_bytes"], result["planned_host_bytes"] = planned_bytes(step)
     return step
 
 

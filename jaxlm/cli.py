@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxlm.config import Config, load
-from jaxlm.errors import UserError
+from jaxlm.errors import Failure, UserError
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -59,6 +59,9 @@ def run_script(main: Callable[[], int]) -> None:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         code = 2
+    except Failure as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        code = 1
     except OSError as error:
         if error.filename is None:
             raise

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import rich.console
 import rich.progress
+import rich.table
 from rich.table import Column
 
 T = TypeVar("T")
@@ -18,6 +19,14 @@ def console() -> rich.console.Console:
     """Standard output, for tables and lines that people read."""
     wide = None if sys.stdout.isatty() else 120
     return rich.console.Console(file=sys.stdout, highlight=False, width=wide)
+
+
+def new_table(*columns: str) -> rich.table.Table:
+    """A table whose first column is text and whose others are numbers."""
+    table = rich.table.Table()
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left")
+    return table
 
 
 def _duration(seconds: float) -> str:

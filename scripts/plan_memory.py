@@ -19,7 +19,7 @@ from typing import Any
 import rich.table
 
 from jaxlm.cli import config_from, parser, run_script
-from jaxlm.console import console, tracked
+from jaxlm.console import console, new_table, tracked
 from jaxlm.errors import UserError
 from jaxlm.files import write_json
 from jaxlm.memory.devices import DEVICES, Device, read_device
@@ -87,14 +87,6 @@ def device_of(options: argparse.Namespace) -> Device:
 def gigabytes(count: int) -> str:
     """Bytes in GB, three decimals."""
     return f"{count / 1e9:,.3f}"
-
-
-def new_table(*columns: str) -> rich.table.Table:
-    """A table whose first column is text and whose others are numbers."""
-    table = rich.table.Table()
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left")
-    return table
 
 
 def memory_table(plan: Plan, budget: int, host_budget: int) -> rich.table.Table:

@@ -93,7 +93,7 @@ class _ArrayFile:
         """Close the file; nothing stays of one that holds nothing."""
         self._file.close()
         if not self.count:
-            self._part.unlink()
+            self._part.unlink(missing_ok=True)
 
 
 class SplitWriter:
@@ -538,6 +538,16 @@ class DataDirectory:
         """Bytes each token stands for, [V] int32; None where unknown."""
         entry = self.manifest["token_bytes"]
         return None if entry is None else self._load(self.directory, entry, "int32")
+
+    @property
+    def text_prefix(self) -> tuple[int, int] | None:
+        """Begin token and bytes that the token after it stands for beyond the text.
+
+        None where there are none, or where no token begins a document: then a document's first
+        token is not predicted, and its bytes are not counted.
+        """
+        begin_id, extra = self.manifest["begin_id"], self.manifest["prefix_bytes"]
+        return (begin_id, extra) if begin_id is not None and extra else None
 
     def tokenizer_path(self) -> Path | None:
         """The tokenizer that made the tokens (tokenizer.json or tokenizer.model), if any."""

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from jaxlm.data.duplicates import signature
 from jaxlm.data.shards import token_dtype
 from jaxlm.data.sources import Record, Unusable, json_text
 from jaxlm.data.tokenizer import Tokenizer, read_tokenizer
+from jaxlm.errors import Failure
 
 # Batches that wait for a process, or are done and wait for their turn.
 _AHEAD = 3
@@ -166,19 +168,29 @@ class Workers:
         )
 
     def documents(self, kind: str, batches: Iterable[list[Record]]) -> Iterator[list[Document]]:
-        """Documents of each batch, in order, a few batches ahead of what is asked for."""
+        """Documents of each batch, in order, a few batches ahead of what is asked for.
+
+        Raises:
+            Failure: a process ended, such as for want of memory.
+        """
         if self._worker is not None:
             for records in batches:
                 yield self._worker.documents(kind, records)
             return
         assert self._pool is not None
         waiting: collections.deque = collections.deque()
-        for records in batches:
-            waiting.append(self._pool.submit(_work, kind, records))
-            if len(waiting) > self._ahead:
+        try:
+            for records in batches:
+                waiting.append(self._pool.submit(_work, kind, records))
+                if len(waiting) > self._ahead:
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise Failure(
+                "a process that tokenises ended unasked (was memory short?); the same command "
+                "goes on from the last position, and a lower prepare.processes takes less memory"
+            ) from None
 
     def close(self) -> None:
         """End the processes."""

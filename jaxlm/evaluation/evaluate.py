@@ -78,9 +78,13 @@ def _batches(rows: Rows, limit: int | None, size: int) -> Iterator[Batch]:
         yield rows.read(np.where(numbers < count, numbers, -1))
 
 
-def _target_bytes(batch: Batch, token_bytes: np.ndarray) -> int:
-    mask = target_mask(batch["segment_ids"])
-    return int(token_bytes[batch["tokens"][:, 1:][mask]].sum())
+def _target_bytes(batch: Batch, token_bytes: np.ndarray, prefix: tuple[int, int] | None) -> int:
+    mask, tokens = target_mask(batch["segment_ids"]), batch["tokens"]
+    total = int(token_bytes[tokens[:, 1:][mask]].sum())
+    if prefix is not None:
+        begin_id, extra = prefix
+        total -= extra * int(np.sum(tokens[:, :-1][mask] == begin_id))
+    return total
 
 
 def evaluate(
@@ -92,6 +96,7 @@ def evaluate(
     batch_rows: int,
     chunk_tokens: int,
     token_bytes: np.ndarray | None = None,
+    text_prefix: tuple[int, int] | None = None,
     limit: int | None = None,
     on_batch: Callable[[int, str], None] | None = None,
 ) -> list[Evaluation]:
@@ -105,6 +110,8 @@ def evaluate(
         batch_rows: rows of a batch; the last one is filled up with padding.
         chunk_tokens: tokens whose logits exist at one time.
         token_bytes: [V], bytes each token stands for, for bits per byte.
+        text_prefix: id of the token that begins a document, and bytes that the token after it
+            stands for beyond the text, see `DataDirectory.text_prefix`.
         limit: number of rows to read, from the first; None reads all.
         on_batch: called with (1, text) after each batch, for progress.
 
@@ -128,7 +135,7 @@ def evaluate(
             if previous is not None:  # read a batch while the next one is computed
                 total += np.asarray(previous, np.float64)
             if token_bytes is not None:
-                target_bytes += _target_bytes(batch, token_bytes)
+                target_bytes += _target_bytes(batch, token_bytes, text_prefix)
             if on_batch is not None:
                 on_batch(1, "" if depth is None else f"depth {depth}")
         total += np.asarray(running, np.float64)

@@ -80,3 +80,18 @@ def buffer_assignment(lowered: jax.stages.Lowered) -> Assignment:
             }
         )
         return read_assignment(Path(directory))
+
+
+def planned_bytes(compiled: jax.stages.Compiled) -> tuple[int, int]:
+    """XLA's peak of a compiled program on the device and in pinned host memory, in bytes.
+
+    Arguments + outputs - what aliases + temporaries.
+    """
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "XLA's CPU and GPU compilers give it"
+
+    def size(prefix: str) -> int:
+        part = lambda name: getattr(analysis, f"{prefix}{name}_size_in_bytes")  # noqa: E731
+        return part("argument") + part("output") - part("alias") + part("temp")
+
+    return size(""), size("host_")

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxlm.memory.plan import planned_bytes
 from jaxlm.optim.rules import path_name
 
 
@@ -25,24 +26,33 @@ def _signature(arguments: Any) -> dict[str, str]:
     return {path_name(path): describe(leaf) for path, leaf in leaves}
 
 
+# Programs by function, static settings and argument types: runs in one process share them.
+_PROGRAMS: dict[Any, jax.stages.Compiled] = {}
+
+
 class CompileOnce:
-    """Remembers the argument types of a jitted function's first call and insists on them.
+    """Calls a jitted function, and insists on the argument types of the first call.
 
     Args:
-        name: the function's name, for messages.
+        function: a jitted function whose first argument is static.
+        static: that argument, hashable.
         variants: what may be told apart at a call, such as the lengths of rows: each has one
             compilation of its own.
     """
 
-    def __init__(self, name: str, variants: Sequence[Hashable] = (None,)):
-        self.name = name
-        self._first: dict[Hashable, dict[str, str] | None] = dict.fromkeys(variants)
+    def __init__(self, function: Any, static: Any, variants: Sequence[Hashable] = (None,)):
+        self.function, self.static = function, static
+        self._first: dict[Hashable, dict[str, str]] = {variant: {} for variant in variants}
+        self._programs: dict[Hashable, jax.stages.Compiled] = {}
+        # Bytes that XLA plans for the largest program so far, on the device and in pinned host
+        # memory; what a run holds besides, such as windows that are prefetched, is not in it.
+        self.planned = (0, 0)
 
-    def check(self, arguments: Any, variant: Hashable = None) -> None:
-        """Compare arguments with those of the variant's first call.
+    def __call__(self, *arguments: Any, variant: Hashable = None) -> Any:
+        """Call the function.
 
         Args:
-            arguments: any pytree of arrays.
+            arguments: pytrees of arrays; those that the function donates are gone afterwards.
             variant: one of `variants`.
 
         Raises:
@@ -52,14 +62,24 @@ class CompileOnce:
         if variant not in self._first:
             announced = ", ".join(str(known) for known in self._first)
             raise RecompilationError(
-                f"{self.name} would be compiled once more, for {variant}; expected {announced}"
+                f"{self.function.__name__} would be compiled once more, for {variant}; expected "
+                f"{announced}"
             )
-        signature, first = _signature(arguments), self._first[variant]
-        if first is None:
-            self._first[variant] = signature
-            return
-        if signature == first:
-            return
+        signature = _signature(arguments)
+        if variant not in self._programs:
+            self._compile(signature, arguments, variant)
+        if signature != self._first[variant]:
+            self._refuse(signature, self._first[variant])
+        return self._programs[variant](*arguments)
+
+    def _compile(self, signature: dict[str, str], arguments: Any, variant: Hashable) -> None:
+        key = (self.function, self.static, tuple(signature.items()))
+        if key not in _PROGRAMS:
+            _PROGRAMS[key] = self.function.lower(self.static, *arguments).compile()
+        self._first[variant], self._programs[variant] = signature, _PROGRAMS[key]
+        self.planned = max(planned_bytes(program) for program in self._programs.values())
+
+    def _refuse(self, signature: dict[str, str], first: dict[str, str]) -> None:
         names = [*first, *(name for name in signature if name not in first)]
         changes = [
             f"{name}: was {first.get(name, 'absent')}, is {signature.get(name, 'absent')}"
@@ -67,6 +87,6 @@ class CompileOnce:
             if first.get(name) != signature.get(name)
         ]
         raise RecompilationError(
-            f"{self.name} would be compiled a second time; shapes must not change during a run. "
-            + "; ".join(changes)
+            f"{self.function.__name__} would be compiled a second time; shapes must not change "
+            "during a run. " + "; ".join(changes)
         )

@@ -21,6 +21,7 @@ Shape legend: M micro-batches, B rows of a micro-batch, T positions, D width, L 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -195,6 +196,8 @@ def update_in_backward(
         writer = _Writer(optimizer, state, tokens, scale, applied, write=False)
         norm = jnp.sqrt(passes.backward(saved, dx_M, head_grads, writer).grad_square)
         scale = clip_scale(norm, spec.optim.max_norm)
+        # The same values; of the ones before, which the loops wrote back to, this was the last use.
+        state = replace(state, params=_nested(writer.params))
     elif spec.optim.clip == "previous_norm":
         scale = clip_scale(old[norm_path], spec.optim.max_norm)
 
@@ -285,7 +288,9 @@ class _Writer:
             kept_layers=total.kept_layers + jnp.where(good, 0, 1),
         )
         if not self.write:
-            return total, params, owned
+            # Written back as they are, or XLA would turn whole stacks, in copies, for their use in
+            # the backward pass; the barrier keeps it from leaving the write out.
+            return total, jax.lax.optimization_barrier(params), owned
         scaled = _nested({path: g * self.scale.astype(g.dtype) for path, g in grads.items()})
         shared = {path: self.old_state[path] for path in self.optimizer.shared}
         new, state = self.optimizer.update(

@@ -177,7 +177,7 @@ class Run:
         self.directory = Path(config.run.directory) / config.run.name
         self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         self.progress = Progress()
-        self._compile_once = CompileOnce("train_step", self.windows.lengths)
+        self._step = CompileOnce(train_step, self.spec, self.windows.lengths)
         self._peak_flops = peak_flops(jax.devices()[0].device_kind)
         self._last_read = time.perf_counter()
         self._data_seconds = 0.0
@@ -287,8 +287,8 @@ class Run:
             jnp.asarray(depth or 0, jnp.int32),
             jnp.asarray(backprop_depth or 0, jnp.int32),
         )
-        self._compile_once.check(arguments, window["tokens"].shape[-1] - 1)
-        self.state, metrics = train_step(self.spec, *arguments)
+        length = window["tokens"].shape[-1] - 1
+        self.state, metrics = self._step(*arguments, variant=length)
         self.progress.update += 1
         return _Pending(update, depth, backprop_depth, metrics)
 
@@ -320,6 +320,7 @@ class Run:
             "tokens_per_second": tokens_per_second,
             "mfu": self._mfu(tokens_per_second, pending),
             "data_wait_fraction": data_seconds / seconds,
+            "planned_memory_bytes": self._step.planned[0],
             "peak_memory_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         }
         self.log.update(record)
@@ -358,6 +359,7 @@ class Run:
                 batch_rows=settings.batch_rows,
                 chunk_tokens=self.config.loss.chunk_tokens,
                 token_bytes=self.data.token_bytes(),
+                text_prefix=self.data.text_prefix,
                 limit=limit,
                 on_batch=on_batch,
             )
@@ -378,7 +380,10 @@ class Run:
             while self.progress.update < self.updates and not stopping:
                 previous, pending = pending, self.dispatch()
                 if previous is not None:
-                    self._show(advance, self.read(previous))
+                    record = self.read(previous)
+                    if previous.update == start and record["peak_memory_bytes"]:
+                        print(memory_line(self._step.planned, record["peak_memory_bytes"]))
+                    self._show(advance, record)
                 done = self.progress.update
                 evaluating = config.evaluation.every and done % config.evaluation.every == 0
                 saving = done % config.checkpoint.every == 0 or done == self.updates
@@ -442,6 +447,22 @@ class Run:
         screen.print(f"Written to {self.directory}: {', '.join(written)}")
         if "curves.png" not in written:
             screen.print("(curves.png needs matplotlib: pip install 'jaxlm[report]')")
+
+
+def memory_line(planned: tuple[int, int], peak: int) -> str:
+    """Planned beside measured memory, in GB.
+
+    Args:
+        planned: bytes that XLA plans for the step, on the device and in pinned host memory.
+        peak: most bytes that were in use on the device since the process began; what the run holds
+            beside the step, such as prefetched windows, is in it.
+    """
+    device, host = planned
+    pinned = f" and {host / 1e9:.2f} GB of pinned host memory" if host else ""
+    return (
+        f"Memory: XLA planned {device / 1e9:.2f} GB for the training step{pinned}; "
+        f"measured peak {peak / 1e9:.2f} GB"
+    )
 
 
 def _number(x: np.ndarray | float) -> float | None:

@@ -109,11 +109,7 @@ def plan_training(config: Config, device: Device) -> Plan:
         )
     if config.model.attention == "auto":
         config = replace(config, model=replace(config.model, attention="xla"))
-    optim = config.optim
-    updates = config.training.updates or _UPDATES + optim.warmup_updates + optim.decay_updates
-    spec = step_spec(config, config.model.vocabulary, updates)
-    state = jax.eval_shape(lambda: init_state(spec))
-    lowered = _lower(config, device, spec, state)
+    lowered, spec, state = lower_step(config, device)
     assignment = buffer_assignment(lowered)
 
     parts = dict.fromkeys(PARTS, 0)
@@ -134,7 +130,7 @@ def plan_training(config: Config, device: Device) -> Plan:
 
     depth = backprop = 0.0
     if config.model.kind == "recurrent":
-        depth, backprop = mean_depths(config, updates)
+        depth, backprop = mean_depths(config, spec.updates)
     attended = (config.data.sequence_length + 1) / 2
     return Plan(
         config,
@@ -149,7 +145,17 @@ def plan_training(config: Config, device: Device) -> Plan:
     )
 
 
-def _lower(config: Config, device: Device, spec: StepSpec, state: TrainState) -> jax.stages.Lowered:
+def lower_step(config: Config, device: Device) -> tuple[jax.stages.Lowered, StepSpec, TrainState]:
+    """The training step of a configuration, lowered for a device; its settings; its state's shapes.
+
+    Args:
+        config: with a vocabulary size, and with attention that the device's compiler has here.
+        device: the target.
+    """
+    optim = config.optim
+    updates = config.training.updates or _UPDATES + optim.warmup_updates + optim.decay_updates
+    spec = step_spec(config, config.model.vocabulary, updates)
+    state = jax.eval_shape(lambda: init_state(spec))
     rows = (config.training.micro_batches, config.training.micro_batch_rows)
     row = (*rows, config.data.sequence_length + 1)
     window = {  # as data/pipeline.py gives it
@@ -161,9 +167,9 @@ def _lower(config: Config, device: Device, spec: StepSpec, state: TrainState) ->
     depth = jax.ShapeDtypeStruct((), jnp.int32)
     arguments = abstract_arguments(device, (state, window, depth, depth))
     if config.model.attention != "cudnn":
-        return train_step.lower(spec, *arguments)
+        return train_step.lower(spec, *arguments), spec, state
     try:
-        return train_step.lower(spec, *arguments)
+        return train_step.lower(spec, *arguments), spec, state
     except RuntimeError as error:
         raise UserError(
             f"model.attention=cudnn cannot be planned here ({error}); xla takes at least as much "

@@ -70,6 +70,22 @@ def test_figures_equal_numpy_row_by_row(rows):
         assert got.tokens_per_second > 0
 
 
+def test_a_space_before_every_text_is_no_byte_of_it(rows):
+    """A token is taken to begin documents: the token after it counts one byte less."""
+    token_bytes = np.full(64, 2, np.int32)
+    batch = rows.read(np.arange(len(rows)))
+    mask = target_mask(batch["segment_ids"])
+    begin = int(batch["tokens"][0, 0])
+    after = int((mask & (batch["tokens"][:, :-1] == begin)).sum())
+    assert after > 0
+    plain, less = (
+        evaluated(rows, batch_rows=5, token_bytes=token_bytes, text_prefix=prefix)[0].bits_per_byte
+        for prefix in (None, (begin, 1))
+    )
+    total = 2 * int(mask.sum())
+    assert less / plain == pytest.approx(total / (total - after), rel=1e-6)
+
+
 def test_batch_size_does_not_matter(rows):
     one, other = (evaluated(rows, batch_rows=b)[1] for b in (3, 16))
     assert one.cross_entropy == pytest.approx(other.cross_entropy, rel=1e-6)

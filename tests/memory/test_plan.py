@@ -24,7 +24,7 @@ from jaxlm.config import (
 from jaxlm.errors import UserError
 from jaxlm.memory.assignment import read_assignment
 from jaxlm.memory.devices import DEVICES, RTX3090, peak_flops, read_device
-from jaxlm.memory.plan import abstract_arguments, buffer_assignment, compile_for
+from jaxlm.memory.plan import abstract_arguments, buffer_assignment, compile_for, planned_bytes
 from jaxlm.training.planning import alternatives, default_budget, plan_training
 from jaxlm.training.spec import step_spec
 from jaxlm.training.step import init_state, train_step
@@ -73,14 +73,7 @@ def xla_total(config: Config) -> int:
     number = jax.ShapeDtypeStruct((), jnp.int32)
     arguments = abstract_arguments(RTX3090, (state, window, number, number))
     options = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": False}
-    analysis = train_step.lower(spec, *arguments).compile(options).memory_analysis()
-    assert analysis is not None
-    return (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes
-    )
+    return planned_bytes(train_step.lower(spec, *arguments).compile(options))[0]
 
 
 def test_adamw_in_float32_and_the_sum_of_the_parts():

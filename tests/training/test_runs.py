@@ -37,6 +37,7 @@ from jaxlm.training import loop
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce, RecompilationError
 from jaxlm.training.loading import load_resolved, load_run
+from jaxlm.training.loop import memory_line
 from jaxlm.training.metrics import read_records
 from jaxlm.training.step import init_state
 
@@ -82,6 +83,19 @@ def signal_at(monkeypatch, signals: dict[int, signal.Signals]):
     monkeypatch.setattr(loop, "draw_depth", draw_and_signal)
 
 
+def signal_at_read(monkeypatch, update: int) -> None:
+    """Raise SIGTERM once, while the record of an update is read: the next one is the last."""
+    pending, read = [update], loop.Run.read
+
+    def read_and_signal(self, outcome):
+        if outcome.update in pending:
+            pending.remove(outcome.update)
+            signal.raise_signal(signal.SIGTERM)
+        return read(self, outcome)
+
+    monkeypatch.setattr(loop.Run, "read", read_and_signal)
+
+
 def final_state(config: Config):
     """Every leaf of the last checkpoint, the position in the data, and the logged values."""
     spec_config = load_resolved(directory_of(config))
@@ -106,6 +120,27 @@ def final_state(config: Config):
     }
 
 
+ENGINES = {
+    "after_backward": {},
+    # The layer-wise engine with the weights and the rounding that it is made for.
+    "in_backward": {
+        "model": tiny_model(
+            dropout=0.1,
+            width=16,
+            heads=2,
+            feed_forward=32,
+            remat="full",
+            param_dtype="bfloat16",
+            compute_dtype="bfloat16",
+        ),
+        "optim": OptimConfig(learning_rate=1e-2, warmup_updates=4, clip="previous_norm"),
+        "training": TrainingConfig(
+            updates=40, micro_batch_rows=2, micro_batches=2, update="in_backward"
+        ),
+    },
+}
+
+
 def run_in_three_parts(monkeypatch, config):
     signal_at(monkeypatch, {12: signal.SIGTERM, 26: signal.SIGINT})
     assert loop.train(config) == 0
@@ -122,9 +157,13 @@ def unbroken(random_data):
     return final_state(config)
 
 
-def test_three_parts_equal_one_run_bit_for_bit(random_data, unbroken, monkeypatch):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_three_parts_equal_one_run_bit_for_bit(random_data, monkeypatch, engine):
     """40 updates = 13 + SIGTERM + 14 + Ctrl-C + the rest, with dropout, depth draws and noise."""
-    config = config_for(random_data, "broken")
+    config = config_for(random_data, "unbroken", **ENGINES[engine])
+    assert loop.train(config) == 0
+    unbroken = final_state(config)
+    config = config_for(random_data, "broken", **ENGINES[engine])
     run_in_three_parts(monkeypatch, config)
     broken = final_state(config)
     assert len(unbroken["metrics"]) == 40
@@ -195,17 +234,37 @@ def test_a_changed_shape_is_an_error_that_says_what_changed(random_data):
 
 
 def test_compile_once_names_dtype_weak_type_and_structure():
-    once = CompileOnce("f")
-    once.check({"a": np.zeros(3, np.float32), "b": np.int32(1)})
-    once.check({"a": np.ones(3, np.float32), "b": np.int32(2)})
+    total = jax.jit(lambda scale, tree: scale * sum(jax.tree.leaves(tree)), static_argnums=0)
+    once = CompileOnce(total, 2)
+    assert once({"a": np.ones(3, np.float32), "b": np.int32(1)}).tolist() == [4, 4, 4]
+    assert once({"a": np.zeros(3, np.float32), "b": np.int32(2)}).tolist() == [4, 4, 4]
     with pytest.raises(RecompilationError, match=r"a: was float32\[3\], is int32\[3\]"):
-        once.check({"a": np.zeros(3, np.int32), "b": np.int32(1)})
+        once({"a": np.zeros(3, np.int32), "b": np.int32(1)})
     with pytest.raises(
         RecompilationError, match=r"b: was int32\[\], is int32\[\] \(weakly typed\)"
     ):
-        once.check({"a": np.zeros(3, np.float32), "b": 1})
+        once({"a": np.zeros(3, np.float32), "b": 1})
     with pytest.raises(RecompilationError, match=r"b: was int32.*, is absent"):
-        once.check({"a": np.zeros(3, np.float32)})
+        once({"a": np.zeros(3, np.float32)})
+    # Another static setting is another program, of the same arguments.
+    assert (
+        CompileOnce(total, 3)({"a": np.ones(3, np.float32), "b": np.int32(1)}).tolist() == [6] * 3
+    )
+
+
+def test_planned_memory_of_a_program():
+    """A million floats in, a million out, nothing aliased."""
+    once = CompileOnce(jax.jit(lambda _, x: x + 1, static_argnums=0), None)
+    assert once.planned == (0, 0)
+    once(np.zeros(10**6, np.float32))
+    assert once.planned == (8 * 10**6, 0)
+
+
+def test_planned_beside_measured_memory():
+    assert memory_line((11_920_000_000, 0), 12_345_000_000) == (
+        "Memory: XLA planned 11.92 GB for the training step; measured peak 12.35 GB"
+    )
+    assert "and 8.05 GB of pinned host memory;" in memory_line((1, 8_050_000_000), 2)
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "transformer"])
@@ -500,6 +559,37 @@ def test_allowed_changes_are_recorded(random_data, started, monkeypatch):
     rates = [r["learning_rate"] for r in read_records(directory_of(config) / "metrics.jsonl")]
     # Warm-up of 4: the fourth update reaches the new peak.
     assert rates[2:4] == pytest.approx([7.5e-3, 2e-2])
+
+
+def test_a_switched_engine_is_asked_for_recorded_and_goes_on(random_data, monkeypatch):
+    """3 updates of the plain engine and 3 layer by layer are 6 of the plain one, up to rounding."""
+    common = {
+        "model": tiny_model("transformer", width=16, heads=2, feed_forward=32, remat="full"),
+        "optim": OptimConfig(learning_rate=1e-2, warmup_updates=4, clip="rms"),
+    }
+    training = TrainingConfig(updates=6, micro_batch_rows=2, micro_batches=2)
+    layerwise = loop.dataclasses.replace(training, update="in_backward")
+    plain = config_for(random_data, "plain", training=training, **common)
+    assert loop.train(plain) == 0
+    switched = config_for(random_data, "switched", training=training, **common)
+    signal_at_read(monkeypatch, 1)  # read while the third update runs
+    assert loop.train(switched) == 0
+    switched = config_for(random_data, "switched", training=layerwise, **common)
+    with pytest.raises(
+        UserError, match=r"update: was 'after_backward', is 'in_backward' \(allowed"
+    ):
+        loop.train(switched)
+    assert loop.train(switched, allow_changes=True) == 0
+    assert read_records(directory_of(switched) / "changes.jsonl") == [
+        {"update": 3, "changes": ["training.update: was 'after_backward', is 'in_backward'"]}
+    ]
+    losses = [
+        [r["loss"] for r in read_records(directory_of(c) / "metrics.jsonl")]
+        for c in (plain, switched)
+    ]
+    assert len(losses[1]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1] != pytest.approx(losses[0][:3] * 2, rel=1e-3)  # they did learn something
 
 
 @pytest.mark.parametrize(
