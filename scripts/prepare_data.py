@@ -34,7 +34,7 @@ def main() -> int:
             f"{documents['validation']:,} validation" + (f"; skipped: {skipped}" if skipped else "")
         )
         if not source["complete"]:
-            console().print("Not all sources were read: the same command goes on.")
+            console().print("Not all sources were read: a larger --tokens, or none, goes on.")
     return 0
 
 
