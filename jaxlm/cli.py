@@ -7,10 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
-
 from jaxlm.config import Config, load
-from jaxlm.errors import UserError
+from jaxlm.errors import Failure, UserError
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -52,6 +50,8 @@ def run_script(main: Callable[[], int]) -> None:
     if importlib.util.find_spec("jax_cuda12_plugin") and not _has_gpu_driver():
         # The extra `plan` brings XLA's GPU compiler to machines without a GPU, where JAX would
         # report the missing libraries with a traceback before it falls back to the CPU.
+        import jax  # not above: processes that only handle text import this module too
+
         jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
     try:
         code = main()
@@ -59,6 +59,9 @@ def run_script(main: Callable[[], int]) -> None:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         code = 2
+    except Failure as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        code = 1
     except OSError as error:
         if error.filename is None:
             raise

@@ -58,19 +58,70 @@ class RunConfig:
 class PrepareConfig:
     """How raw text becomes token shards (scripts/prepare_data.py)."""
 
-    # Files or globs of UTF-8 text, one document a file; `package:NAME/GLOB` reads the files of an
+    # Files, folders (every file in them whose name says that it can be read) or globs of .txt, .md,
+    # .jsonl and .parquet, each plain, .gz or .zst; `package:NAME/GLOB` reads the files of an
     # installed Python package without importing it.
     inputs: tuple[Text, ...] = ()
-    # A Hugging Face tokenizer.json; null trains a byte-level BPE on the training documents.
+    # Seed of the order in which the files are read.
+    seed: Seed = 42
+    # Where the text is in a JSON object or Parquet row; a dot goes into nested ones: meta.body.
+    text_key: Text = "text"
+    # What a document of a text file is: the whole file, a paragraph (blank lines between), a line.
+    text_documents: Literal["file", "paragraph", "line"] = "file"
+    # Unicode normalisation: none, NFC, or NFKC (half-width katakana and the like become standard).
+    normalization: Literal["none", "NFC", "NFKC"] = "none"
+    # Bytes that are not UTF-8 and lone surrogates: replace each by U+FFFD, or skip the document.
+    invalid_text: Literal["replace", "skip"] = "replace"
+    # Zero-width characters (U+200B, U+2060, U+FEFF): remove or keep.
+    zero_width: Literal["remove", "keep"] = "remove"
+    # Characters of a document after cleaning: fewer or more are skipped.
+    minimum_characters: Positive = 1
+    maximum_characters: Positive = 10_000_000
+    # Skip a document whose cleaned text came before.
+    deduplicate: bool = True
+    # Skip a document of which so large a share of 5-character shingles (Jaccard similarity) is that
+    # of an earlier one, by MinHash; null looks for equal texts only.
+    near_duplicates: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    # A Hugging Face tokenizer.json or a SentencePiece .model; null trains one on the training
+    # documents.
     tokenizer: Text | None = None
+    # The kind trained here: byte-level BPE, or unigram with byte fallback.
+    train: Literal["bpe", "unigram"] = "bpe"
+    # Bytes of text that it is trained on: the first of the training documents.
+    train_bytes: Positive = 100_000_000
+    # Entries of a tokenizer trained here, special tokens and 256 bytes included.
+    vocabulary_size: Annotated[int, Field(ge=257)] = 4096
+    # The entry of the vocabulary that begins a document; null: none does.
+    begin_token: Text | None = None
     # The entry of the vocabulary that ends a document.
     end_token: Text = "<|endoftext|>"
-    # Entries of a tokenizer trained here, special token and 256 bytes included.
-    vocabulary_size: Annotated[int, Field(ge=257)] = 4096
     # Share of documents held out for validation, chosen by a hash of each document's text.
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
     # Tokens per shard file.
     shard_tokens: Positive = 2**26
+    # Processes that clean and tokenise; null is one a core. The result does not depend on it.
+    processes: Positive | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.minimum_characters <= self.maximum_characters,
+            f"minimum_characters ({self.minimum_characters}) is above maximum_characters "
+            f"({self.maximum_characters})",
+        )
+        _require(
+            self.deduplicate or self.near_duplicates is None,
+            "near_duplicates goes with deduplicate: true",
+        )
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SourceConfig:
+    """One of several data directories that are mixed."""
+
+    # Directory of prepared shards with its manifest.json.
+    directory: Text
+    # Share of the tokens, relative to the other sources' weights.
+    weight: Annotated[float, Field(gt=0.0)]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -79,17 +130,46 @@ class DataConfig:
 
     # Directory of prepared shards with its manifest.json.
     directory: Text = "prepared/data"
+    # Several data directories of one tokenizer, mixed by weight; empty reads `directory` alone.
+    # Validation is `directory`'s.
+    sources: tuple[SourceConfig, ...] = ()
+    # Range of the stream's tokens to train on, such as [200000000, 400000000]; null is all.
+    tokens: tuple[Count, Positive] | None = None
     # Tokens a row: the context length in training.
     sequence_length: Positive = 1024
     # packed: rows are consecutive windows of the token stream, documents kept apart by segment
-    # ids. padded: one document a row (long ones in pieces), padded on the right.
-    layout: Literal["packed", "padded"] = "packed"
+    # ids. best_fit: whole documents, and pieces of long ones, put together so that few rows have
+    # padding. padded: one document a row (long ones in pieces), padded on the right.
+    layout: Literal["packed", "best_fit", "padded"] = "packed"
+    # Row lengths below sequence_length that short documents are padded to (padded only): windows
+    # then hold rows of one length, the more of them the shorter they are.
+    buckets: tuple[Positive, ...] = ()
+    # Rows are shuffled among so many consecutive tokens of the stream; null shuffles all. A run on
+    # a range of the stream is in the order of a run on the whole where both ends of the range are
+    # multiples of it.
+    shuffle_tokens: Positive | None = None
     # Passes over the training rows, each in a new order. 1 is a single pass.
     epochs: Positive = 1
     # Seed of the order of rows.
     seed: Seed = 42
     # Windows prepared ahead on the host, and as many again on the device.
     prefetch: Positive = 2
+
+    def __post_init__(self) -> None:
+        _require(
+            self.tokens is None or self.tokens[0] < self.tokens[1],
+            f"tokens {self.tokens}: the first must be below the last",
+        )
+        _require(
+            not self.buckets or self.layout == "padded",
+            f"buckets go with layout: padded; layout is {self.layout}",
+        )
+        _require(
+            all(b < self.sequence_length for b in self.buckets)
+            and tuple(sorted(set(self.buckets))) == self.buckets,
+            f"buckets {self.buckets} must ascend and be below sequence_length "
+            f"({self.sequence_length})",
+        )
 
 
 @dataclass(frozen=True, config=_STRICT)

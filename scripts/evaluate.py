@@ -61,6 +61,7 @@ def main() -> int:
             batch_rows=config.evaluation.batch_rows,
             chunk_tokens=config.loss.chunk_tokens,
             token_bytes=data.token_bytes(),
+            text_prefix=data.text_prefix,
             on_batch=on_batch,
         )
     unigram = unigram_cross_entropy(data)

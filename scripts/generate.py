@@ -42,9 +42,9 @@ def main() -> int:
     data = run.data
     path = data.tokenizer_path()
     if path is None:
-        raise UserError(f"{data.directory}: has no tokenizer.json, so there is no text to generate")
-    tokenizer = read_tokenizer(path, data.manifest["end_token"])
-    prompt = tokenizer.encode([arguments.prompt])[0]
+        raise UserError(f"{data.directory}: has no tokenizer, so there is no text to generate")
+    tokenizer = read_tokenizer(path, data.manifest["end_token"], data.manifest["begin_token"])
+    prompt = tokenizer.encode_prompt(arguments.prompt)
     if prompt.size == 0:
         # Training never shows what follows the end of a document: documents are kept apart.
         raise UserError("--prompt: is empty; give the model some text to continue")

@@ -13,8 +13,8 @@ import rich.table
 
 from jaxlm.cli import config_from, parser, run_script
 from jaxlm.console import console
-from jaxlm.data.pipeline import rows_of
-from jaxlm.data.prepare import prepare
+from jaxlm.data.pipeline import open_sources, training_windows
+from jaxlm.data.prepare import ensure_prepared
 from jaxlm.errors import UserError
 from jaxlm.models.match import matching_transformer, stored_parameters, training_flops
 from jaxlm.training.loop import resolve_config
@@ -25,8 +25,14 @@ def main() -> int:
     config = config_from(parser(__doc__).parse_intermixed_args())
     if config.model.kind != "recurrent":
         raise UserError("model.kind: only a recurrent model is matched with a Transformer")
-    data = prepare(config)
-    config = resolve_config(config, data, len(rows_of(data.stream("train"), config.data)))
+    data = ensure_prepared(config)
+    windows = training_windows(
+        open_sources(config.data, data),
+        config.data,
+        config.training.micro_batches,
+        config.training.micro_batch_rows,
+    )
+    config = resolve_config(config, data, windows)
     assert config.training.updates is not None
     updates = config.training.updates
     table = rich.table.Table(title=f"{config.run.name} and Transformers to compare it with")

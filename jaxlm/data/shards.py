@@ -3,18 +3,20 @@
 A data directory holds::
 
     manifest.json             what is here: sizes, checksums, vocabulary, tokenizer
-    tokenizer.json            absent where the tokens came from elsewhere
+    tokenizer.json            or tokenizer.model; absent where the tokens came from elsewhere
     token_bytes.npy           [V] int32, bytes each token stands for; absent if unknown
     train/tokens-00000.npy    token ids, uint16 or uint32
     train/ends-00000.npy      int64, end of each document within the shard's tokens
-    train/counts.npy          [V] int64, how often each token occurs in the split
+    train/counts-00001.npy    [V] int64, how often each token occurs in the split
     validation/...            the same
+    preparation.sqlite        how far scripts/prepare_data.py is, and which documents it has seen
 
 A document never crosses a shard. Tokens are memory-mapped and read as slices.
 """
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,9 +27,9 @@ import numpy as np
 from jaxlm.errors import UserError
 from jaxlm.files import Lock, sha256_of, sync_directory, sync_file, write_atomically, write_json
 
-FORMAT = 1
-_MANIFEST_KEYS = {"vocabulary_size", "dtype", "end_id", "end_token", "normalization", "tokenizer"}
-_MANIFEST_KEYS |= {"token_bytes", "source", "splits"}
+FORMAT = 2
+_MANIFEST_KEYS = {"vocabulary_size", "dtype", "begin_id", "begin_token", "end_id", "end_token"}
+_MANIFEST_KEYS |= {"normalization", "tokenizer", "token_bytes", "prefix_bytes", "source", "splits"}
 SPLITS = ("train", "validation")
 
 
@@ -36,93 +38,246 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
 
 
+# Bytes before the data of a one-dimensional .npy file; numpy leaves room for any length.
+_HEADER = 128
+
+
 def _file_entry(path: Path) -> dict[str, Any]:
     """Sync a file that was just written, and describe it."""
     sync_file(path)
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-class _SplitWriter:
-    """Writes the documents of one split, a shard at a time."""
+class _ArrayFile:
+    """A one-dimensional .npy file that grows, under a temporary name until it is whole.
 
-    def __init__(self, directory: Path, vocabulary_size: int, shard_tokens: int):
-        directory.mkdir(parents=True)
+    Args:
+        path: of the finished file.
+        dtype: of its elements.
+        count: elements of the unfinished file that are to stay.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, count: int):
+        self.path, self.dtype, self.count = path, dtype, count
+        self._part = path.with_name(path.name + ".part")
+        if count and not self._part.exists():
+            os.replace(path, self._part)  # it was finished after the position to return to
+        path.unlink(missing_ok=True)
+        self._file = self._part.open("r+b" if count else "w+b")
+        self._file.truncate(_HEADER + count * dtype.itemsize)
+        self._file.seek(0, os.SEEK_END)
+
+    def append(self, values: np.ndarray) -> None:
+        """Write values at the end."""
+        self._file.write(values.astype(self.dtype).data)
+        self.count += len(values)
+
+    def sync(self) -> None:
+        """Make what was written survive a power failure."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def finish(self) -> dict[str, Any]:
+        """Give the file its header and its name, and describe it."""
+        self._file.seek(0)
+        np.lib.format.write_array_header_1_0(
+            self._file,
+            {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)},
+        )
+        assert self._file.tell() == _HEADER, "numpy pads headers so that they can grow"
+        self._file.close()
+        os.replace(self._part, self.path)
+        return _file_entry(self.path)
+
+    def close(self) -> None:
+        """Close the file; nothing stays of one that holds nothing."""
+        self._file.close()
+        if not self.count:
+            self._part.unlink(missing_ok=True)
+
+
+class SplitWriter:
+    """Writes the documents of one split into shards, from any position that was synced.
+
+    Args:
+        directory: of the split; made if it is not there.
+        vocabulary_size: entries; decides between 16 and 32 bits a token.
+        shard_tokens: a shard is finished once it holds this many tokens.
+        position: what :meth:`sync` returned; null starts an empty split. Files and parts of files
+            that were written after it are removed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        vocabulary_size: int,
+        shard_tokens: int,
+        position: dict[str, Any] | None = None,
+    ):
+        directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
+        self.vocabulary_size = vocabulary_size
         self.dtype = token_dtype(vocabulary_size)
         self.shard_tokens = shard_tokens
-        self.counts = np.zeros(vocabulary_size, np.int64)
-        self.shards: list[dict[str, Any]] = []
-        self.documents = 0
-        self.text_bytes = 0
-        self._pending: list[np.ndarray] = []
-        self._pending_tokens = 0
+        position = position or {"shards": [], "tokens": 0, "documents": 0, "text_bytes": 0}
+        self.shards: list[dict[str, Any]] = list(position["shards"])
+        self.text_bytes: int = position["text_bytes"]
+        kept = {entry["file"] for shard in self.shards for entry in shard["files"]}
+        for path in directory.iterdir():
+            name = path.name.removesuffix(".part")
+            # A manifest of before may name the counts.
+            if name not in (*kept, *self._names()) and not name.startswith("counts-"):
+                path.unlink()
+        self._open(position["tokens"], position["documents"])
+
+    def _names(self) -> tuple[str, str]:
+        number = len(self.shards)
+        return f"tokens-{number:05d}.npy", f"ends-{number:05d}.npy"
+
+    def _open(self, tokens: int = 0, documents: int = 0) -> None:
+        names = self._names()
+        self._tokens = _ArrayFile(self.directory / names[0], self.dtype, tokens)
+        self._ends = _ArrayFile(self.directory / names[1], np.dtype(np.int64), documents)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far."""
+        return sum(shard["tokens"] for shard in self.shards) + self._tokens.count
+
+    @property
+    def documents(self) -> int:
+        """Documents so far."""
+        return sum(shard["documents"] for shard in self.shards) + self._ends.count
 
     def add(self, ids: np.ndarray, text_bytes: int) -> None:
         """Append a document, its end token included."""
-        vocabulary_size = len(self.counts)
         if ids.size == 0:
             raise ValueError("a document needs at least one token")
-        if ids.min() < 0 or ids.max() >= vocabulary_size:
+        if ids.min() < 0 or ids.max() >= self.vocabulary_size:
             raise ValueError(
                 f"document {self.documents} of {self.directory.name} has token id "
-                f"{ids.max() if ids.max() >= vocabulary_size else ids.min()}; "
-                f"the vocabulary has {vocabulary_size} entries"
+                f"{ids.max() if ids.max() >= self.vocabulary_size else ids.min()}; "
+                f"the vocabulary has {self.vocabulary_size} entries"
             )
-        self.counts += np.bincount(ids, minlength=vocabulary_size)
-        self.documents += 1
         self.text_bytes += text_bytes
-        self._pending.append(ids.astype(self.dtype))
-        self._pending_tokens += ids.size
-        if self._pending_tokens >= self.shard_tokens:
-            self._write_shard()
+        self._tokens.append(ids)
+        self._ends.append(np.array([self._tokens.count]))
+        if self._tokens.count >= self.shard_tokens:
+            self.finish_shard()
 
-    def _write_shard(self) -> None:
-        number = len(self.shards)
-        tokens_path = self.directory / f"tokens-{number:05d}.npy"
-        ends_path = self.directory / f"ends-{number:05d}.npy"
-        np.save(tokens_path, np.concatenate(self._pending))
-        np.save(ends_path, np.cumsum([len(ids) for ids in self._pending], dtype=np.int64))
-        self.shards.append(
-            {
-                "tokens": self._pending_tokens,
-                "documents": len(self._pending),
-                "files": [_file_entry(tokens_path), _file_entry(ends_path)],
-            }
-        )
-        self._pending, self._pending_tokens = [], 0
+    def finish_shard(self) -> None:
+        """Close the shard, if anything is in it, and open the next."""
+        if self._ends.count:
+            counts = {"tokens": self._tokens.count, "documents": self._ends.count}
+            files = [self._tokens.finish(), self._ends.finish()]
+            sync_directory(self.directory)
+            self.shards.append({**counts, "files": files})
+            self._open()
 
-    def close(self) -> dict[str, Any]:
-        """Write what is left and return the split's part of the manifest."""
-        if self._pending:
-            self._write_shard()
-        counts_path = self.directory / "counts.npy"
-        np.save(counts_path, self.counts)
-        counts = _file_entry(counts_path)
+    def sync(self) -> dict[str, Any]:
+        """Make everything so far survive a power failure; returns the position."""
+        self._tokens.sync()
+        self._ends.sync()
         sync_directory(self.directory)
         return {
-            "tokens": sum(shard["tokens"] for shard in self.shards),
+            "shards": list(self.shards),
+            "tokens": self._tokens.count,
+            "documents": self._ends.count,
+            "text_bytes": self.text_bytes,
+        }
+
+    def manifest(self) -> dict[str, Any]:
+        """Finish the shard, count the tokens, and return the split's part of the manifest."""
+        self.finish_shard()
+        counts = np.zeros(self.vocabulary_size, np.int64)
+        for shard in self.shards:
+            tokens = np.load(self.directory / shard["files"][0]["file"], mmap_mode="r")
+            for start in range(0, len(tokens), 2**22):
+                piece = tokens[start : start + 2**22]
+                counts += np.bincount(piece, minlength=self.vocabulary_size)
+        # Under a new name where the split grew: an older manifest still names the older counts.
+        path = self.directory / f"counts-{len(self.shards):05d}.npy"
+        np.save(path, counts)
+        entry = _file_entry(path)
+        sync_directory(self.directory)
+        return {
+            "tokens": self.tokens,
             "documents": self.documents,
             "text_bytes": self.text_bytes,
-            "counts": counts,
-            "shards": self.shards,
+            "counts": entry,
+            "shards": list(self.shards),
         }
+
+    def close(self) -> None:
+        """Close the files; the part of a shard stays as it is."""
+        self._tokens.close()
+        self._ends.close()
+
+
+def new_manifest(
+    directory: Path,
+    *,
+    vocabulary_size: int,
+    end_id: int,
+    begin_id: int | None = None,
+    end_token: str | None = None,
+    begin_token: str | None = None,
+    normalization: str = "none",
+    tokenizer: tuple[str, bytes] | None = None,
+    token_bytes: np.ndarray | None = None,
+    prefix_bytes: int = 0,
+) -> dict[str, Any]:
+    """A manifest without splits; the tokenizer and the bytes of tokens are written.
+
+    Args:
+        directory: the data directory.
+        vocabulary_size: entries of the vocabulary.
+        end_id: id of the token that ends a document.
+        begin_id: id of the token that begins a document, if one does.
+        end_token: how the end token is written, where there is a tokenizer.
+        begin_token: how the begin token is written, where there is one.
+        normalization: Unicode normalisation of the text.
+        tokenizer: file name and contents of the tokenizer, if there is one.
+        token_bytes: [V] int32, bytes each token stands for, if known.
+        prefix_bytes: bytes that a document's tokens stand for beyond its text.
+    """
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "vocabulary_size": vocabulary_size,
+        "dtype": token_dtype(vocabulary_size).name,
+        "begin_id": begin_id,
+        "begin_token": begin_token,
+        "end_id": end_id,
+        "end_token": end_token,
+        "normalization": normalization,
+        "tokenizer": None,
+        "token_bytes": None,
+        "prefix_bytes": prefix_bytes,
+        "source": {},
+    }
+    if tokenizer is not None:
+        path = directory / tokenizer[0]
+        write_atomically(path, tokenizer[1])
+        manifest["tokenizer"] = _file_entry(path)
+    if token_bytes is not None:
+        path = directory / "token_bytes.npy"
+        np.save(path, token_bytes)
+        manifest["token_bytes"] = _file_entry(path)
+    return manifest
 
 
 class ShardWriter:
-    """Writes a data directory that appears complete or not at all.
+    """Writes a data directory of documents that are tokenised already.
 
-    Use as a context manager. The directory is built beside its final place and renamed on a clean
+    Use as a context manager: the manifest, without which nothing is read, is written on a clean
     exit; after an error nothing is left.
 
     Args:
         directory: the data directory, which must not exist yet.
         vocabulary_size: entries; decides between 16 and 32 bits a token.
         end_id: id of the token that ends a document.
-        end_token: how that token is written, where there is a tokenizer.
-        shard_tokens: a shard is closed once it holds this many tokens.
-        tokenizer_json: text of tokenizer.json, if there is one.
-        token_bytes: [V] int32, bytes each token stands for, if known.
-        source: plain values that describe where the text came from; not part of the fingerprint.
+        shard_tokens: a shard is finished once it holds this many tokens.
+        manifest: further arguments of :func:`new_manifest`.
     """
 
     def __init__(
@@ -131,71 +286,60 @@ class ShardWriter:
         *,
         vocabulary_size: int,
         end_id: int,
-        end_token: str | None = None,
         shard_tokens: int = 2**26,
-        tokenizer_json: str | None = None,
-        token_bytes: np.ndarray | None = None,
-        source: dict[str, Any] | None = None,
+        **manifest: Any,
     ):
+        self._lock = preparation_lock(directory)
         if directory.exists():
             raise UserError(f"{directory}: exists already; remove it, or choose another directory")
-        self._lock = Lock(
-            directory.with_name(directory.name + ".lock"),
-            f"{directory}: is being prepared by another process; wait for it",
+        self.directory = directory
+        directory.mkdir(parents=True)
+        self.manifest = new_manifest(
+            directory, vocabulary_size=vocabulary_size, end_id=end_id, **manifest
         )
-        self.final = directory
-        self.building = directory.with_name(directory.name + ".building")
-        shutil.rmtree(self.building, ignore_errors=True)  # what a killed preparation left
-        self.building.mkdir(parents=True)
-        self.manifest: dict[str, Any] = {
-            "format": FORMAT,
-            "vocabulary_size": vocabulary_size,
-            "dtype": token_dtype(vocabulary_size).name,
-            "end_id": end_id,
-            "end_token": end_token,
-            "normalization": "none",
-            "tokenizer": None,
-            "token_bytes": None,
-            "source": source or {},
-        }
-        if tokenizer_json is not None:
-            path = self.building / "tokenizer.json"
-            write_atomically(path, tokenizer_json)
-            self.manifest["tokenizer"] = _file_entry(path)
-        if token_bytes is not None:
-            path = self.building / "token_bytes.npy"
-            np.save(path, token_bytes)
-            self.manifest["token_bytes"] = _file_entry(path)
         self._splits = {
-            name: _SplitWriter(self.building / name, vocabulary_size, shard_tokens)
-            for name in SPLITS
+            name: SplitWriter(directory / name, vocabulary_size, shard_tokens) for name in SPLITS
         }
 
     def add(self, split: str, ids: Iterable[int] | np.ndarray, text_bytes: int = 0) -> None:
         """Append a document's token ids, its end token included if it is to have one."""
         self._splits[split].add(np.asarray(ids, np.int64), text_bytes)
 
-    def drop_token_bytes(self) -> None:
-        """Leave the bytes of tokens unknown: they do not add up to the text's."""
-        (self.building / "token_bytes.npy").unlink()
-        self.manifest["token_bytes"] = None
-
     def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        done = False
         with self._lock:
             try:
                 if kind is None:
-                    self._finish()
+                    write_manifest(self.directory, self.manifest, self._splits)
+                    done = True
             finally:
-                shutil.rmtree(self.building, ignore_errors=True)
+                for split in self._splits.values():
+                    split.close()
+                if not done:
+                    shutil.rmtree(self.directory)
 
-    def _finish(self) -> None:
-        self.manifest["splits"] = {name: split.close() for name, split in self._splits.items()}
-        write_json(self.building / "manifest.json", self.manifest)
-        self.building.rename(self.final)
-        sync_directory(self.final.parent)
+
+def preparation_lock(directory: Path) -> Lock:
+    """The lock of whoever writes a data directory."""
+    return Lock(
+        directory.with_name(directory.name + ".lock"),
+        f"{directory}: is being prepared by another process; wait for it",
+    )
+
+
+def write_manifest(
+    directory: Path, manifest: dict[str, Any], splits: dict[str, SplitWriter]
+) -> None:
+    """Finish the shards and write manifest.json: from then on they are what is read."""
+    manifest["splits"] = {name: split.manifest() for name, split in splits.items()}
+    write_json(directory / "manifest.json", manifest)
+    for name in splits:
+        for path in (directory / name).glob("counts-*.npy"):
+            if path.name != manifest["splits"][name]["counts"]["file"]:
+                path.unlink()
 
 
 class TokenStream:
@@ -210,6 +354,8 @@ class TokenStream:
         """
         self._shards = shards
         self._starts = np.cumsum([0, *[len(shard) for shard in shards]], dtype=np.int64)
+        # uint16 or uint32.
+        self.dtype = shards[0].dtype if shards else np.dtype(np.uint16)
         # [documents] int64: end of each document in the stream, exclusive.
         self.document_ends = np.concatenate(
             [end + start for end, start in zip(ends, self._starts, strict=False)]
@@ -229,6 +375,51 @@ class TokenStream:
                 break
             pieces.append(self._shards[number][max(start - offset, 0) : stop - offset])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def read_rows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Tokens [start, start + length) of each start, all inside the stream.
+
+        Args:
+            starts: [N] int64, N > 0.
+            length: tokens a row.
+
+        Returns:
+            [N, length] of the stream's type.
+        """
+        shards = np.searchsorted(self._starts, starts, side="right") - 1
+        inside = starts + length <= self._starts[shards + 1]
+        rows = np.empty((len(starts), length), self.dtype)
+        for shard in np.unique(shards[inside]).tolist():
+            chosen = np.flatnonzero(inside & (shards == shard))
+            tokens = self._shards[shard]
+            # Every window of the shard as a row that shares its memory: indexing copies whole rows.
+            windows = np.lib.stride_tricks.as_strided(
+                tokens,
+                (len(tokens) - length + 1, length),
+                (tokens.itemsize, tokens.itemsize),
+                writeable=False,
+            )
+            rows[chosen] = windows[starts[chosen] - self._starts[shard]]
+        for row in np.flatnonzero(~inside).tolist():  # one a shard, unless shards are tiny
+            rows[row] = self.read(int(starts[row]), int(starts[row]) + length)
+        return rows
+
+    def read_pieces(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Tokens [start, start + length) of each piece, one after the other.
+
+        Args:
+            starts: [P] int64, P > 0.
+            lengths: [P] int64; a piece must not cross a shard, as no document does.
+
+        Returns:
+            [sum of lengths] of the stream's type.
+        """
+        shards = np.searchsorted(self._starts, starts, side="right") - 1
+        begins = starts - self._starts[shards]
+        located = zip(shards.tolist(), begins.tolist(), (begins + lengths).tolist(), strict=True)
+        # A slice of a plain array is several times cheaper than one of an np.memmap.
+        plain = {shard: np.asarray(self._shards[shard]) for shard in np.unique(shards).tolist()}
+        return np.concatenate([plain[shard][begin:end] for shard, begin, end in located])
 
 
 class DataDirectory:
@@ -286,18 +477,40 @@ class DataDirectory:
         fields = {f"{name} tokens": digest(manifest["splits"][name]) for name in SPLITS}
         fields["tokenizer"] = digest(manifest["tokenizer"])
         fields["normalization"] = manifest["normalization"]
-        fields["vocabulary"] = f"{self.vocabulary_size} entries, end {self.end_id}"
+        fields["vocabulary"] = (
+            f"{self.vocabulary_size} entries, begin {manifest['begin_id']}, end {self.end_id}"
+        )
         return fields
 
-    def _checked(self, folder: Path, entry: dict[str, Any]) -> Path:
-        path = folder / entry["file"]
+    def files(self) -> list[tuple[Path, dict[str, Any]]]:
+        """Every file that the manifest names, with its entry."""
+        found = []
+        for name in SPLITS:
+            split = self.manifest["splits"][name]
+            entries = [entry for shard in split["shards"] for entry in shard["files"]]
+            found += [(self.directory / name, entry) for entry in (*entries, split["counts"])]
+        for entry in (self.manifest["tokenizer"], self.manifest["token_bytes"]):
+            if entry is not None:
+                found.append((self.directory, entry))
+        return [(folder / entry["file"], entry) for folder, entry in found]
+
+    def check(self, path: Path, entry: dict[str, Any], checksum: bool = True) -> None:
+        """Compare a file with its entry in the manifest.
+
+        Raises:
+            UserError: it is missing, or its size or checksum differs.
+        """
         if not path.is_file():
             raise UserError(f"{path}: missing, though manifest.json lists it")
         size = path.stat().st_size
         if size != entry["bytes"]:
             raise UserError(f"{path}: {size} bytes, expected {entry['bytes']}; prepare again")
-        if self._verify and sha256_of(path) != entry["sha256"]:
+        if checksum and sha256_of(path) != entry["sha256"]:
             raise UserError(f"{path}: damaged (checksum differs); prepare the data again")
+
+    def _checked(self, folder: Path, entry: dict[str, Any]) -> Path:
+        path = folder / entry["file"]
+        self.check(path, entry, self._verify)
         return path
 
     def _load(self, folder: Path, entry: dict[str, Any], dtype: str) -> np.ndarray:
@@ -326,7 +539,17 @@ class DataDirectory:
         entry = self.manifest["token_bytes"]
         return None if entry is None else self._load(self.directory, entry, "int32")
 
+    @property
+    def text_prefix(self) -> tuple[int, int] | None:
+        """Begin token and bytes that the token after it stands for beyond the text.
+
+        None where there are none, or where no token begins a document: then a document's first
+        token is not predicted, and its bytes are not counted.
+        """
+        begin_id, extra = self.manifest["begin_id"], self.manifest["prefix_bytes"]
+        return (begin_id, extra) if begin_id is not None and extra else None
+
     def tokenizer_path(self) -> Path | None:
-        """The tokenizer.json that made the tokens, if any."""
+        """The tokenizer that made the tokens (tokenizer.json or tokenizer.model), if any."""
         entry = self.manifest["tokenizer"]
         return None if entry is None else self._checked(self.directory, entry)

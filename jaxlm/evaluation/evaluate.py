@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxlm.config import ModelConfig
-from jaxlm.data.pipeline import PackedRows, PaddedRows, Row, stack_rows
+from jaxlm.data.pipeline import Batch, Rows
 from jaxlm.data.shards import DataDirectory
 from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
 from jaxlm.models.build import Params, apply
@@ -45,7 +45,7 @@ class Evaluation:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def eval_step(
-    model: ModelConfig, chunk_tokens: int, params: Params, batch: Row, depth: Array
+    model: ModelConfig, chunk_tokens: int, params: Params, batch: Batch, depth: Array
 ) -> LossSums:
     """Sums over one batch of rows, arrays [B, T + 1]; `depth` is traced."""
     tokens = jnp.asarray(batch["tokens"]).astype(jnp.int32)
@@ -71,27 +71,32 @@ def eval_step(
     )
 
 
-def _batches(rows: PackedRows | PaddedRows, limit: int | None, size: int) -> Iterator[Row]:
+def _batches(rows: Rows, limit: int | None, size: int) -> Iterator[Batch]:
     count = len(rows) if limit is None else min(limit, len(rows))
     for start in range(0, count, size):
-        batch = [rows[i] for i in range(start, min(start + size, count))]
-        yield {name: value[0] for name, value in stack_rows(batch, 1, size).items()}
+        numbers = np.arange(start, start + size)
+        yield rows.read(np.where(numbers < count, numbers, -1))
 
 
-def _target_bytes(batch: Row, token_bytes: np.ndarray) -> int:
-    mask = target_mask(batch["segment_ids"])
-    return int(token_bytes[batch["tokens"][:, 1:][mask]].sum())
+def _target_bytes(batch: Batch, token_bytes: np.ndarray, prefix: tuple[int, int] | None) -> int:
+    mask, tokens = target_mask(batch["segment_ids"]), batch["tokens"]
+    total = int(token_bytes[tokens[:, 1:][mask]].sum())
+    if prefix is not None:
+        begin_id, extra = prefix
+        total -= extra * int(np.sum(tokens[:, :-1][mask] == begin_id))
+    return total
 
 
 def evaluate(
     model: ModelConfig,
     params: Params,
-    rows: PackedRows | PaddedRows,
+    rows: Rows,
     *,
     depths: Sequence[int],
     batch_rows: int,
     chunk_tokens: int,
     token_bytes: np.ndarray | None = None,
+    text_prefix: tuple[int, int] | None = None,
     limit: int | None = None,
     on_batch: Callable[[int, str], None] | None = None,
 ) -> list[Evaluation]:
@@ -105,6 +110,8 @@ def evaluate(
         batch_rows: rows of a batch; the last one is filled up with padding.
         chunk_tokens: tokens whose logits exist at one time.
         token_bytes: [V], bytes each token stands for, for bits per byte.
+        text_prefix: id of the token that begins a document, and bytes that the token after it
+            stands for beyond the text, see `DataDirectory.text_prefix`.
         limit: number of rows to read, from the first; None reads all.
         on_batch: called with (1, text) after each batch, for progress.
 
@@ -128,7 +135,7 @@ def evaluate(
             if previous is not None:  # read a batch while the next one is computed
                 total += np.asarray(previous, np.float64)
             if token_bytes is not None:
-                target_bytes += _target_bytes(batch, token_bytes)
+                target_bytes += _target_bytes(batch, token_bytes, text_prefix)
             if on_batch is not None:
                 on_batch(1, "" if depth is None else f"depth {depth}")
         total += np.asarray(running, np.float64)
@@ -151,9 +158,7 @@ def evaluate(
     return results
 
 
-def number_of_batches(
-    rows: PackedRows | PaddedRows, limit: int | None, batch_rows: int, depths: Iterable[int]
-) -> int:
+def number_of_batches(rows: Rows, limit: int | None, batch_rows: int, depths: Iterable[int]) -> int:
     """How many batches :func:`evaluate` reads in all, for progress."""
     count = len(rows) if limit is None else min(limit, len(rows))
     return -(-count // batch_rows) * len(list(depths))

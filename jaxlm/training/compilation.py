@@ -1,5 +1,6 @@
 """One compilation a run: a change of shapes is an error before it costs minutes or memory."""
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -35,38 +36,50 @@ class CompileOnce:
     Args:
         function: a jitted function whose first argument is static.
         static: that argument, hashable.
+        variants: what may be told apart at a call, such as the lengths of rows: each has one
+            compilation of its own.
     """
 
-    def __init__(self, function: Any, static: Any):
+    def __init__(self, function: Any, static: Any, variants: Sequence[Hashable] = (None,)):
         self.function, self.static = function, static
-        self._first: dict[str, str] = {}
-        self._program: jax.stages.Compiled | None = None
-        # Bytes that XLA plans for the program on the device and in pinned host memory; what a run
-        # holds besides, such as windows that are prefetched, is not in it. 0 before the first call.
+        self._first: dict[Hashable, dict[str, str]] = {variant: {} for variant in variants}
+        self._programs: dict[Hashable, jax.stages.Compiled] = {}
+        # Bytes that XLA plans for the largest program so far, on the device and in pinned host
+        # memory; what a run holds besides, such as windows that are prefetched, is not in it.
         self.planned = (0, 0)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, variant: Hashable = None) -> Any:
         """Call the function.
 
         Args:
             arguments: pytrees of arrays; those that the function donates are gone afterwards.
+            variant: one of `variants`.
 
         Raises:
-            RecompilationError: names each argument that changed, with its old and new type.
+            RecompilationError: names each argument that changed, with its old and new type, or the
+                variant that is none of those announced.
         """
+        if variant not in self._first:
+            announced = ", ".join(str(known) for known in self._first)
+            raise RecompilationError(
+                f"{self.function.__name__} would be compiled once more, for {variant}; expected "
+                f"{announced}"
+            )
         signature = _signature(arguments)
-        if self._program is None:
-            key = (self.function, self.static, tuple(signature.items()))
-            if key not in _PROGRAMS:
-                _PROGRAMS[key] = self.function.lower(self.static, *arguments).compile()
-            self._first, self._program = signature, _PROGRAMS[key]
-            self.planned = planned_bytes(self._program)
-        if signature != self._first:
-            self._refuse(signature)
-        return self._program(*arguments)
+        if variant not in self._programs:
+            self._compile(signature, arguments, variant)
+        if signature != self._first[variant]:
+            self._refuse(signature, self._first[variant])
+        return self._programs[variant](*arguments)
 
-    def _refuse(self, signature: dict[str, str]) -> None:
-        first = self._first
+    def _compile(self, signature: dict[str, str], arguments: Any, variant: Hashable) -> None:
+        key = (self.function, self.static, tuple(signature.items()))
+        if key not in _PROGRAMS:
+            _PROGRAMS[key] = self.function.lower(self.static, *arguments).compile()
+        self._first[variant], self._programs[variant] = signature, _PROGRAMS[key]
+        self.planned = max(planned_bytes(program) for program in self._programs.values())
+
+    def _refuse(self, signature: dict[str, str], first: dict[str, str]) -> None:
         names = [*first, *(name for name in signature if name not in first)]
         changes = [
             f"{name}: was {first.get(name, 'absent')}, is {signature.get(name, 'absent')}"

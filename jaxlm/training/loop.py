@@ -23,8 +23,15 @@ import numpy as np
 
 from jaxlm.config import Config, check_horizon, to_tree, to_yaml
 from jaxlm.console import Advance, console, progress
-from jaxlm.data.pipeline import device_iterator, rows_of, training_windows
-from jaxlm.data.prepare import prepare
+from jaxlm.data.pipeline import (
+    Windows,
+    device_iterator,
+    fingerprint_of,
+    open_sources,
+    rows_of,
+    training_windows,
+)
+from jaxlm.data.prepare import ensure_prepared
 from jaxlm.data.shards import DataDirectory
 from jaxlm.errors import UserError
 from jaxlm.evaluation.evaluate import (
@@ -108,7 +115,7 @@ class _Signals:
                 signal.signal(number, handler)
 
 
-def resolve_config(config: Config, data: DataDirectory, rows: int) -> Config:
+def resolve_config(config: Config, data: DataDirectory, windows: Windows) -> Config:
     """Fill in what the data decides: vocabulary size and number of updates.
 
     Raises:
@@ -120,13 +127,12 @@ def resolve_config(config: Config, data: DataDirectory, rows: int) -> Config:
         raise UserError(
             f"model.vocabulary_size ({vocabulary}) is below the data's ({data.vocabulary_size})"
         )
-    available = math.ceil(rows * config.data.epochs / config.training.window_rows)
+    available = len(windows)
     updates = config.training.updates or available
     if updates > available:
         raise UserError(
-            f"training.updates ({updates}) needs {updates * config.training.window_rows:,} rows; "
-            f"{data.directory} gives {rows:,} in {config.data.epochs} pass(es), enough for "
-            f"{available} updates; lower training.updates or raise data.epochs"
+            f"training.updates ({updates}) needs as many windows; the data gives {available}: "
+            f"{windows.describe()}; lower training.updates or raise data.epochs"
         )
     try:
         check_horizon(config, updates)
@@ -153,18 +159,25 @@ class Run:
         Raises:
             UserError: unusable data or settings, or changes that may not be made at resume.
         """
-        data = prepare(config)
-        self.rows = rows_of(data.stream("train"), config.data)
+        data = ensure_prepared(config)
+        sources = open_sources(config.data, data)
+        self.windows = training_windows(
+            sources,
+            config.data,
+            config.training.micro_batches,
+            config.training.micro_batch_rows,
+        )
         self.validation_rows = rows_of(data.stream("validation"), config.data)
         self.data = data
-        self.config = config = resolve_config(config, data, len(self.rows))
+        self.data_fingerprint = fingerprint_of(data, sources)
+        self.config = config = resolve_config(config, data, self.windows)
         assert config.training.updates is not None
         self.updates = config.training.updates
         self.spec: StepSpec = step_spec(config, config.model.vocabulary, self.updates)
         self.directory = Path(config.run.directory) / config.run.name
         self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         self.progress = Progress()
-        self._step = CompileOnce(train_step, self.spec)
+        self._step = CompileOnce(train_step, self.spec, self.windows.lengths)
         self._peak_flops = peak_flops(jax.devices()[0].device_kind)
         self._last_read = time.perf_counter()
         self._data_seconds = 0.0
@@ -180,13 +193,7 @@ class Run:
         self.checkpoints = stack.enter_context(
             Checkpoints(self.directory / "checkpoints", config.checkpoint.keep)
         )
-        windows = training_windows(
-            self.rows,
-            config.data,
-            config.training.micro_batches,
-            config.training.micro_batch_rows,
-        )
-        self.iterator = device_iterator(windows, config.data.prefetch, self.sharding)
+        self.iterator = device_iterator(self.windows, config.data.prefetch, self.sharding)
         stack.callback(self._close_iterator)
         latest = self.checkpoints.latest
         self._changes: list[str] = []
@@ -230,7 +237,7 @@ class Run:
         """Go back to a checkpoint: state, position in the data, and counters."""
         metadata = self.checkpoints.metadata(update)
         refused, on_request = config_changes(metadata["config"], self.config)
-        refused += data_changes(metadata["data_fingerprint"], self.data.fingerprint)
+        refused += data_changes(metadata["data_fingerprint"], self.data_fingerprint)
         if not allow_changes:
             refused += [f"{line} (allowed with --allow-changes)" for line in on_request]
         if refused:
@@ -251,7 +258,7 @@ class Run:
         metadata = {
             "progress": dataclasses.asdict(self.progress),
             "data_position": self.iterator.get_state(),
-            "data_fingerprint": self.data.fingerprint,
+            "data_fingerprint": self.data_fingerprint,
             "config": to_tree(self.config),
             "versions": versions,
         }
@@ -280,7 +287,8 @@ class Run:
             jnp.asarray(depth or 0, jnp.int32),
             jnp.asarray(backprop_depth or 0, jnp.int32),
         )
-        self.state, metrics = self._step(*arguments)
+        length = window["tokens"].shape[-1] - 1
+        self.state, metrics = self._step(*arguments, variant=length)
         self.progress.update += 1
         return _Pending(update, depth, backprop_depth, metrics)
 
@@ -351,6 +359,7 @@ class Run:
                 batch_rows=settings.batch_rows,
                 chunk_tokens=self.config.loss.chunk_tokens,
                 token_bytes=self.data.token_bytes(),
+                text_prefix=self.data.text_prefix,
                 limit=limit,
                 on_batch=on_batch,
             )
@@ -483,6 +492,7 @@ def train(config: Config, allow_changes: bool = False) -> int:
     """
     run = Run(config, allow_changes)
     try:
+        print(f"Data: {run.windows.describe()}", flush=True)
         print(f"Update: {describe_optimizer(run.config)}", flush=True)
         if run.progress.update:
             print(f"Continuing {run.directory} after update {run.progress.update}", flush=True)

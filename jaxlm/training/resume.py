@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from jaxlm.config import Config, to_tree
+from jaxlm.data.pipeline import rows_by_length
 
 # Changes nothing that is learned beyond rounding: where things are, what is shown, how a window
 # is cut into micro-batches, what is recomputed.
@@ -40,6 +41,13 @@ def _covers(patterns: tuple[str, ...], key: str) -> bool:
     return any(re.fullmatch(pattern, key) for pattern in patterns)
 
 
+def _window_rows(tree: dict[str, Any]) -> list[int]:
+    """Rows of a window, for each row length."""
+    data, training = tree["data"], tree["training"]
+    rows = rows_by_length(data["sequence_length"], data["buckets"], training["micro_batch_rows"])
+    return [training["micro_batches"] * count for count in rows.values()]
+
+
 def config_changes(stored: dict[str, Any], config: Config) -> tuple[list[str], list[str]]:
     """Compare a stored configuration tree with the one of now.
 
@@ -54,12 +62,12 @@ def config_changes(stored: dict[str, Any], config: Config) -> tuple[list[str], l
             continue
         line = f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
         (on_request if _covers(ON_REQUEST, key) else refused).append(line)
-    was = stored["training"]["micro_batch_rows"] * stored["training"]["micro_batches"]
-    now = config.training.window_rows
+    was, now = _window_rows(stored), _window_rows(to_tree(config))
     if was != now:
         refused.append(
             "training.micro_batch_rows * training.micro_batches: "
-            f"was {was} rows an update, is {now}"
+            f"was {'/'.join(map(str, was))} rows an update, is {'/'.join(map(str, now))}"
+            + (" (by row length, see data.buckets)" if config.data.buckets else "")
         )
     return refused, on_request
 

@@ -70,14 +70,18 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize(
-    "name", ["tokens-00000.npy", "ends-00000.npy", "counts.npy", "tokenizer.json"]
+    "name", ["tokens-00000.npy", "ends-00000.npy", "counts-00001.npy", "tokenizer.json"]
 )
 @pytest.mark.parametrize("how", ["bit flip", "truncation", "absence"])
 def test_damage_is_found_and_the_file_is_named(random_data, name, how):
     path = random_data / "train" / name
     if name == "tokenizer.json":
         random_data = write_documents(
-            random_data.parent / "with", [[1]], [[1]], 64, tokenizer_json='{"a": 1, "bcdefgh": 2}'
+            random_data.parent / "with",
+            [[1]],
+            [[1]],
+            64,
+            tokenizer=(name, b'{"a": 1, "bcdefgh": 2}'),
         )
         path = random_data / name
     if how == "absence":
@@ -85,7 +89,7 @@ def test_damage_is_found_and_the_file_is_named(random_data, name, how):
     else:
         damage(path, how)
     data = DataDirectory(random_data)
-    read = {"counts.npy": lambda: data.counts("train"), "tokenizer.json": data.tokenizer_path}
+    read = {"counts-00001.npy": lambda: data.counts("train"), "tokenizer.json": data.tokenizer_path}
     with pytest.raises(UserError, match=name):
         read.get(name, lambda: data.stream("train"))()
 
@@ -93,7 +97,7 @@ def test_damage_is_found_and_the_file_is_named(random_data, name, how):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "format 99, expected 1"),
+        ({"format": 99}, "format 99, expected 2"),
         ({"dtype": "uint32"}, "needs uint16"),
         ({"vocabulary_size": 70_000}, "needs uint32"),
     ],
@@ -108,7 +112,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(random_data, change, mess
 def test_a_directory_without_data_is_one_line(tmp_path):
     with pytest.raises(UserError, match="no manifest"):
         DataDirectory(tmp_path)
-    for damaged in (b"{", b"[]", b'{"format": 1}', b"\xff"):
+    for damaged in (b"{", b"[]", b'{"format": 2}', b"\xff"):
         (tmp_path / "manifest.json").write_bytes(damaged)
         with pytest.raises(UserError, match=r"damaged|format None"):
             DataDirectory(tmp_path)

@@ -42,15 +42,15 @@ def test_figures_equal_numpy_row_by_row(rows):
     for got in evaluated(rows, batch_rows=5, token_bytes=token_bytes):
         losses, ranks, sizes = [], [], []
         for i in range(len(rows)):
-            row = rows[i]
-            tokens, segments = row["tokens"][None].astype(int), row["segment_ids"][None]
+            row = rows.read(np.array([i]))
+            tokens, segments = row["tokens"].astype(int), row["segment_ids"]
             logits = np.asarray(
                 logits_of(
                     MODEL,
                     params,
                     tokens[:, :-1],
                     segments[:, :-1],
-                    row["positions"][None, :-1],
+                    row["positions"][:, :-1],
                     got.depth,
                 ),
                 np.float64,
@@ -70,6 +70,22 @@ def test_figures_equal_numpy_row_by_row(rows):
         assert got.tokens_per_second > 0
 
 
+def test_a_space_before_every_text_is_no_byte_of_it(rows):
+    """A token is taken to begin documents: the token after it counts one byte less."""
+    token_bytes = np.full(64, 2, np.int32)
+    batch = rows.read(np.arange(len(rows)))
+    mask = target_mask(batch["segment_ids"])
+    begin = int(batch["tokens"][0, 0])
+    after = int((mask & (batch["tokens"][:, :-1] == begin)).sum())
+    assert after > 0
+    plain, less = (
+        evaluated(rows, batch_rows=5, token_bytes=token_bytes, text_prefix=prefix)[0].bits_per_byte
+        for prefix in (None, (begin, 1))
+    )
+    total = 2 * int(mask.sum())
+    assert less / plain == pytest.approx(total / (total - after), rel=1e-6)
+
+
 def test_batch_size_does_not_matter(rows):
     one, other = (evaluated(rows, batch_rows=b)[1] for b in (3, 16))
     assert one.cross_entropy == pytest.approx(other.cross_entropy, rel=1e-6)
@@ -85,9 +101,8 @@ def test_one_compilation_for_all_depths(rows):
 def test_a_limit_reads_the_first_rows(rows):
     progress = []
     limited = evaluated(rows, depths=(2,), limit=5, on_batch=lambda *a: progress.append(a))
-    assert limited[0].target_tokens == sum(
-        int(target_mask(rows[i]["segment_ids"]).sum()) for i in range(5)
-    )
+    expected = target_mask(rows.read(np.arange(5))["segment_ids"]).sum()
+    assert limited[0].target_tokens == expected
     assert progress == [(1, "depth 2")] * 2
 
 
