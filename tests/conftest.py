@@ -24,6 +24,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 from helpers import write_documents
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_programs_of_other_modules():
+    """Forget compiled programs after each module.
+
+    Each takes memory maps, of which Linux allows a process 65,530: the whole suite in two processes
+    comes near that, and XLA aborts where it gets no more.
+    """
+    yield
+    import jax
+
+    from jaxlm.training import compilation
+
+    compilation._PROGRAMS.clear()
+    jax.clear_caches()
+
+
 @pytest.fixture
 def random_data(tmp_path: Path) -> Path:
     """A data directory of 40 + 6 random documents, vocabulary 64."""
