@@ -74,8 +74,9 @@ class PrepareConfig:
     invalid_text: Literal["replace", "skip"] = "replace"
     # Zero-width characters (U+200B, U+2060, U+FEFF): remove or keep.
     zero_width: Literal["remove", "keep"] = "remove"
-    # Characters of a document after cleaning: fewer or more are skipped.
+    # Documents of fewer characters, after cleaning, are skipped.
     minimum_characters: Positive = 1
+    # Documents of more characters, after cleaning, are skipped.
     maximum_characters: Positive = 10_000_000
     # Skip a document whose cleaned text came before.
     deduplicate: bool = True
