@@ -288,8 +288,6 @@ class DepthConfig:
     maximum: Positive = 16
     # Last core iterations that carry gradient: a number, or full for all of them.
     backprop: Positive | Literal["full"] = 4
-    # Updates over which the mean grows linearly from `minimum` to `mean`; 0 starts at `mean`.
-    curriculum_updates: Count = 0
 
     def __post_init__(self) -> None:
         _require(
@@ -459,6 +457,128 @@ class CheckpointConfig:
     # Newest checkpoints kept. Beside them stays the one with the best validation loss, of those
     # that were evaluated at their own update (see evaluation.every).
     keep: Positive = 2
+    # Keep for good the first checkpoint at or after each multiple of so many target tokens; null
+    # keeps none for good.
+    keep_every_tokens: Positive | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CurriculumConfig:
+    """Depth, or gradient depth, grows over the first updates."""
+
+    # Which controller this is.
+    kind: Literal["curriculum"] = "curriculum"
+    # mean_depth: from depth.minimum to depth.mean. backprop_depth: from 1 to depth.backprop.
+    quantity: Literal["mean_depth", "backprop_depth"] = "mean_depth"
+    # Share of the way after a share x of the updates: linear, x; one_minus_sqrt, 1 - sqrt(1 - x),
+    # which stays low for longer.
+    shape: Literal["linear", "one_minus_sqrt"] = "linear"
+    # Updates that the growth takes.
+    updates: Positive = 1000
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RateByDepthConfig:
+    """The learning rate of an update is multiplied by (mean depth / depth drawn) ** power."""
+
+    # Which controller this is.
+    kind: Literal["rate_by_depth"] = "rate_by_depth"
+    # Exponent; 0.5 gives an update of half the mean depth 1.4 times the rate.
+    power: Annotated[float, Field(gt=0.0)] = 0.5
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PlateauConfig:
+    """The learning rate falls, and stays down, when the validation loss stands still."""
+
+    # Which controller this is.
+    kind: Literal["plateau"] = "plateau"
+    # A loss that is not lower by so much (nats) than the best one that was is no improvement.
+    improvement: Rate = 0.005
+    # Validation passes in a row without improvement before the rate falls.
+    patience: Positive = 4
+    # Validation passes after a fall that do not count.
+    cooldown: Count = 2
+    # What the multiplier is multiplied by.
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    # Floor of the multiplier.
+    minimum: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SpikeConfig:
+    """The learning rate is lower for some updates after the training loss has jumped up."""
+
+    # Which controller this is.
+    kind: Literal["spike"] = "spike"
+    # Updates that the running median is taken over; none are judged before there are so many.
+    window: Annotated[int, Field(ge=2)] = 100
+    # A loss above median + deviations * (median absolute deviation) is a spike, and so is one that
+    # is not finite.
+    deviations: Annotated[float, Field(gt=0.0)] = 8.0
+    # The multiplier after a spike.
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    # Updates that the multiplier applies to.
+    updates: Positive = 50
+
+
+ControllerConfig = Annotated[
+    CurriculumConfig | RateByDepthConfig | PlateauConfig | SpikeConfig,
+    Field(discriminator="kind"),
+]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ControlConfig:
+    """What is changed during training beside the schedule, see docs/control.md."""
+
+    # Controllers, such as [{kind: spike}, {kind: curriculum, updates: 2000}]; learning-rate
+    # multipliers of several are multiplied.
+    controllers: tuple[ControllerConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        grown = [c.quantity for c in self.controllers if isinstance(c, CurriculumConfig)]
+        _require(len(set(grown)) == len(grown), "two curricula set one quantity")
+
+
+# Monitors that raise an alarm, see docs/control.md.
+Monitor = Literal[
+    "token_correlation", "depth_gain", "state_growth", "overthinking", "state_gain", "core_ratio"
+]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class MonitorsConfig:
+    """What is watched of a recurrent model at each validation pass during training.
+
+    Each monitor is a figure with a threshold; null watches without raising an alarm. An alarm is
+    raised when the figure has been beyond its threshold at every validation pass of the last
+    `window` updates, and once more only after it has been back.
+    """
+
+    # Validation rows that monitors look at; 0 turns them off.
+    rows: Count = 16
+    # Nothing counts before this update, nor during optim.warmup_updates.
+    after_updates: Count = 500
+    # Updates that a figure must be beyond its threshold for.
+    window: Count = 100
+    # Above: all positions have become alike (mean cosine of their states less that of chance).
+    token_correlation: Rate | None = 0.9
+    # Below: depth changes nothing (loss at depth 1 less the loss at the mean depth, nats).
+    depth_gain: Rate | None = 0.02
+    # Above: the state grows with depth (its norm after 4 times the mean depth, over the norm after
+    # the first step).
+    state_growth: Rate | None = 4.0
+    # Above: more steps than in training do harm (the worse of the losses at 2 and 4 times the mean
+    # depth, less the loss at the mean depth, nats).
+    overthinking: Rate | None = 0.02
+    # Above: the injection amplifies the state (largest singular value of its map from state to
+    # state). At the start that of `concat` is 1.3, of `diagonal` 0.45, of `add` always 1.
+    state_gain: Rate | None = 4.0
+    # Above: the core learns too fast (change over weights of the core, over the same of the rest).
+    core_ratio: Rate | None = 10.0
+    # Monitors whose alarm saves a checkpoint and stops the run; the others only warn.
+    stop: tuple[Monitor, ...] = ()
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -485,11 +605,25 @@ class Config:
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    monitors: MonitorsConfig = MonitorsConfig()
+    control: ControlConfig = ControlConfig()
     logging: LoggingConfig = LoggingConfig()
 
     def __post_init__(self) -> None:
         if self.training.updates is not None:
             check_horizon(self, self.training.updates)
+        for controller in self.control.controllers:
+            if isinstance(controller, (CurriculumConfig, RateByDepthConfig)):
+                _require(
+                    self.model.kind == "recurrent",
+                    f"control.controllers: {controller.kind} goes with model.kind: recurrent",
+                )
+            if isinstance(controller, PlateauConfig):
+                _require(
+                    self.evaluation.every > 0,
+                    "control.controllers: plateau reads the validation passes during training; "
+                    "evaluation.every is 0",
+                )
         optim, training = self.optim, self.training
         if training.update == "after_backward":
             _require(

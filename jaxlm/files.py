@@ -1,9 +1,14 @@
 """Files that are either whole or absent."""
 
+import contextlib
+import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +51,81 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@dataclasses.dataclass(frozen=True)
+class FileSum:
+    """What a file held when it was written."""
+
+    # Size.
+    bytes: int
+    # Hex digest of the contents.
+    sha256: str
+
+
+def files_under(directory: Path) -> list[str]:
+    """Paths of all files below a directory, relative to it, in order of their names."""
+    return sorted(
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    )
+
+
+def sum_files(directory: Path, names: Iterable[str]) -> dict[str, FileSum]:
+    """Sizes and checksums of files below a directory, several of them read at a time."""
+
+    def of(name: str) -> tuple[str, FileSum]:
+        path = directory / name
+        return name, FileSum(path.stat().st_size, sha256_of(path))
+
+    with ThreadPoolExecutor() as threads:
+        return dict(threads.map(of, names))
+
+
+def differences(directory: Path, expected: dict[str, FileSum], contents: bool = True) -> list[str]:
+    """Compare files with what they should hold.
+
+    Args:
+        directory: where they are.
+        expected: sizes and checksums by path below the directory.
+        contents: False compares names and sizes alone, which takes no time.
+
+    Returns:
+        A line ``PATH: what is wrong`` for each file that is missing, cut, changed or unreadable.
+    """
+
+    def difference(name: str) -> str | None:
+        path, entry = directory / name, expected[name]
+        try:
+            size = path.stat().st_size
+            if size != entry.bytes:
+                return f"{name}: {size:,} bytes, expected {entry.bytes:,}"
+            if contents and sha256_of(path) != entry.sha256:
+                return f"{name}: checksum differs"
+        except FileNotFoundError:
+            return f"{name}: missing"
+        except OSError as error:
+            if error.errno != errno.EIO:  # a failing disk; permissions and the like are no damage
+                raise
+            return f"{name}: {error.strerror}"
+        return None
+
+    with ThreadPoolExecutor() as threads:
+        return [line for line in threads.map(difference, expected) if line is not None]
+
+
+def sync_tree(directory: Path) -> None:
+    """Make all files below a directory, and their names, survive a power failure."""
+    for path in directory.rglob("*"):
+        (sync_directory if path.is_dir() else sync_file)(path)
+    sync_directory(directory)
+
+
+def size_text(count: float) -> str:
+    """A number of bytes for people, with three digits: 1.23 GB, 45.6 MB, 789 kB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:#.3g} {unit}".replace(". ", " ")
+    return f"{count / 1e3:.0f} kB"
+
+
 def sync_directory(path: Path) -> None:
     """Make renames inside a directory survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -55,16 +135,35 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError in the block name this file where it names none, as a failed write does."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file under a temporary name, sync it, and rename it into place."""
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
+    with naming(path):
+        with temporary.open("wb", buffering=0) as file:  # a failed write is not tried again
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file, and sync it."""
+    with naming(path), path.open("ab", buffering=0) as file:
+        file.write((line + "\n").encode())
         os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -5,6 +5,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from jaxlm.data.pipeline import Batch, Rows
 from jaxlm.data.shards import DataDirectory
 from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
 from jaxlm.models.build import Params, apply
+from jaxlm.models.recurrent import RecurrentDepthLM, Trace
+from jaxlm.optim import global_norm
 
 # Noise of initial states in evaluation belongs to the row alone: the same at every visit.
 _NOISE_SEED = 0
@@ -48,18 +51,10 @@ def eval_step(
     model: ModelConfig, chunk_tokens: int, params: Params, batch: Batch, depth: Array
 ) -> LossSums:
     """Sums over one batch of rows, arrays [B, T + 1]; `depth` is traced."""
-    tokens = jnp.asarray(batch["tokens"]).astype(jnp.int32)
-    segments = jnp.asarray(batch["segment_ids"])
-    seed = jax.random.key(_NOISE_SEED)
-    keys_B = jax.vmap(lambda block: jax.random.fold_in(seed, block))(jnp.asarray(batch["block"]))
+    tokens, segments, positions, keys_B = _arrays(batch)
     lm = apply(model, params)
     hidden_BTD = lm(
-        tokens[:, :-1],
-        segments[:, :-1],
-        jnp.asarray(batch["positions"])[:, :-1],
-        keys_B,
-        train=False,
-        depth=depth,
+        tokens[:, :-1], segments[:, :-1], positions[:, :-1], keys_B, train=False, depth=depth
     )
     return chunked_cross_entropy(
         hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
@@ -69,6 +64,97 @@ def eval_step(
         chunk_tokens=chunk_tokens,
         hits=True,
     )
+
+
+def _arrays(batch: Batch) -> tuple[Array, Array, Array, Array]:
+    """Tokens, segment ids and positions, [B, T + 1], and a random key per row."""
+    seed = jax.random.key(_NOISE_SEED)
+    keys_B = jax.vmap(lambda block: jax.random.fold_in(seed, block))(jnp.asarray(batch["block"]))
+    tokens = jnp.asarray(batch["tokens"]).astype(jnp.int32)
+    return tokens, jnp.asarray(batch["segment_ids"]), jnp.asarray(batch["positions"]), keys_B
+
+
+class WeightFigures(NamedTuple):
+    """What weights alone tell of a recurrent model, float32 scalars."""
+
+    # Spectral norms of the injection's maps from the state and from the prelude's output.
+    state_gain: Array
+    input_gain: Array
+    # Norms of the core's weights and of all others.
+    core_norm: Array
+    other_norm: Array
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def trace_step(
+    model: ModelConfig, max_steps: int, params: Params, batch: Batch, depth: Array, steps: Array
+) -> tuple[Trace, WeightFigures]:
+    """Follow the state over one batch of rows, arrays [B, T + 1]; see RecurrentDepthLM.trace."""
+    tokens, segments, positions, keys_B = _arrays(batch)
+    lm = apply(model, params)
+    assert isinstance(lm, RecurrentDepthLM)
+    trace = lm.trace(
+        tokens[:, :-1],
+        segments[:, :-1],
+        positions[:, :-1],
+        keys_B,
+        depth=depth,
+        steps=steps,
+        max_steps=max_steps,
+    )
+    others = {name: part for name, part in params.items() if name != "core"}
+    return trace, WeightFigures(
+        *lm.core.injection.gains(), global_norm(params["core"]), global_norm(others)
+    )
+
+
+def trace(
+    model: ModelConfig,
+    params: Params,
+    rows: Rows,
+    *,
+    depth: int,
+    steps: int,
+    max_steps: int,
+    batch_rows: int,
+    limit: int,
+) -> tuple[Trace, WeightFigures]:
+    """Follow the state of a recurrent model, averaged over rows by their tokens.
+
+    Args:
+        model: architecture, with `vocabulary_size` set.
+        params: parameters.
+        rows: validation rows.
+        depth: steps after which the coda reads the state.
+        steps: steps to follow, at least `depth`.
+        max_steps: static bound of the steps: equal ones share a compilation.
+        batch_rows: rows of a batch.
+        limit: number of rows to read, from the first.
+
+    Returns:
+        Means over all rows, those of steps cut to [steps], and figures of the weights.
+    """
+    total: list[np.ndarray] = []
+    tokens, weights = 0.0, None
+    for batch in _batches(rows, limit, batch_rows):
+        one, weights = jax.device_get(
+            trace_step(
+                model,
+                max_steps,
+                params,
+                batch,
+                jnp.asarray(depth, jnp.int32),
+                jnp.asarray(steps, jnp.int32),
+            )
+        )
+        parts = [np.asarray(figure, np.float64) * float(one.tokens) for figure in one[:-1]]
+        total = [sum_ + part for sum_, part in zip(total, parts, strict=True)] if total else parts
+        tokens += float(one.tokens)
+    if weights is None or tokens == 0:
+        raise ValueError("the validation rows hold no token")
+    *by_step, hidden = (part / tokens for part in total)
+    norm, residual, correlation = (jnp.asarray(figure[:steps]) for figure in by_step)
+    return Trace(norm, residual, correlation, jnp.asarray(hidden), jnp.asarray(tokens)), weights
 
 
 def _batches(rows: Rows, limit: int | None, size: int) -> Iterator[Batch]:

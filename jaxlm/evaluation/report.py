@@ -73,7 +73,32 @@ is {gain:.4f} nats below it.
 
 Updates skipped because a loss or gradient was not finite: {report["nonfinite_updates"]}. \
 Windows without a target token: {report["empty_windows"]}.
-{picture}"""
+{_monitors_markdown(report)}{picture}"""
+
+
+def _monitors_markdown(report: dict[str, Any]) -> str:
+    """The monitors' last figures and every alarm; nothing for a run that was not watched."""
+    figures = report.get("monitors")
+    if figures is None:
+        return ""
+
+    def text(value: Any) -> str:
+        values = value if isinstance(value, list) else [value]
+        return ", ".join("-" if x is None else f"{x:.4g}" for x in values)
+
+    hidden = ("update", "tokens", "beyond")
+    lines = [
+        f"\n## Monitors after update {figures['update']:,}",
+        "\nFigures with several numbers are by core step, from 1 on.\n",
+        "| figure | value |\n| --- | --- |",
+        *[f"| {name} | {text(x)} |" for name, x in figures.items() if name not in hidden],
+    ]
+    lines += [
+        f"\n* Alarm {alarm['event']} at update {alarm['update']:,}: {alarm['monitor']} is "
+        f"{text(alarm['value'])}, threshold {alarm['threshold']:g}: {alarm['text']}"
+        for alarm in report["alarms"]
+    ] or ["\nNo alarm was raised."]
+    return "\n".join(lines) + "\n"
 
 
 def _draw_curves(
@@ -139,7 +164,8 @@ def write_report(
     Args:
         directory: the run.
         report: from :func:`evaluation_json`, with `name`, `model`, `parameters`, `tokens`,
-            `nonfinite_updates` and `empty_windows`.
+            `nonfinite_updates`, `empty_windows` and, of a run that was watched, `monitors` and
+            `alarms`.
         evaluations: the final figures of each depth.
         metrics: records of metrics.jsonl.
         validation: records of evaluations.jsonl.

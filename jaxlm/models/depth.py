@@ -5,7 +5,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from jaxlm.config import DepthConfig
+from jaxlm.config import Config, CurriculumConfig, DepthConfig
 
 _PURPOSE = 0x6465707468  # "depth": keeps this stream apart from any other use of the same seed
 
@@ -33,27 +33,43 @@ def _poisson(rate: float, uniform: float) -> int:
     return n
 
 
-def curriculum_mean(config: DepthConfig, update: int) -> float:
-    """Mean depth asked for at an update: grows linearly from the minimum, then stays."""
-    if update >= config.curriculum_updates:
-        return config.mean
-    progress = update / config.curriculum_updates
-    return config.minimum + (config.mean - config.minimum) * progress
+def curriculum(settings: CurriculumConfig, config: DepthConfig, update: int) -> float:
+    """What a curriculum asks for at an update; the gradient depth is still to be rounded."""
+    progress = min(update / settings.updates, 1.0)
+    share = progress if settings.shape == "linear" else 1.0 - math.sqrt(1.0 - progress)
+    if settings.quantity == "mean_depth":
+        return config.minimum + (config.mean - config.minimum) * share
+    return 1.0 + (config.max_backprop - 1) * share
 
 
-def draw_uncapped(config: DepthConfig, seed: int, update: int) -> int:
+def planned_depths(config: Config, update: int) -> tuple[float, int]:
+    """Mean depth, and bound of the gradient depth, of an update as the curricula have it."""
+    planned = {"mean_depth": config.depth.mean, "backprop_depth": config.depth.max_backprop}
+    for settings in config.control.controllers:
+        if isinstance(settings, CurriculumConfig):
+            planned[settings.quantity] = curriculum(settings, config.depth, update)
+    return planned["mean_depth"], round(planned["backprop_depth"])
+
+
+def draw_uncapped(config: DepthConfig, seed: int, update: int, mean: float | None = None) -> int:
     """Draw the depth of an update before it is limited to [minimum, maximum].
 
     fixed: the mean, rounded. uniform: integers from minimum to 2 * mean - minimum. Huginn's
     log-normal Poisson: 1 + Poisson(exp(tau)) with tau ~ Normal(log(mean - 1) - sigma^2 / 2,
     sigma), whose mean is exactly `mean`: the +1 is taken from the rate.
+
+    Args:
+        config: the distribution.
+        seed: of the run.
+        update: number of the update, from 0.
+        mean: the mean at this update, at least `minimum`; None is `config.mean`.
     """
-    mean = curriculum_mean(config, update)
+    mean = config.mean if mean is None else mean
     if config.distribution == "fixed":
         return round(mean)
     first, second = _uniforms(seed, update)
     if config.distribution == "uniform":
-        # During a curriculum the upper end moves between integers; its fraction is dithered.
+        # Under control the upper end moves between integers; its fraction is dithered.
         span = 2 * (mean - config.minimum)
         whole = math.floor(span)
         upper = whole + (1 if second < span - whole else 0)
@@ -64,6 +80,6 @@ def draw_uncapped(config: DepthConfig, seed: int, update: int) -> int:
     return 1 + _poisson(math.exp(normal.inv_cdf(first)), second)
 
 
-def draw_depth(config: DepthConfig, seed: int, update: int) -> int:
+def draw_depth(config: DepthConfig, seed: int, update: int, mean: float | None = None) -> int:
     """Depth of an update, within [minimum, maximum]; one for all its micro-batches."""
-    return min(max(draw_uncapped(config, seed, update), config.minimum), config.maximum)
+    return min(max(draw_uncapped(config, seed, update, mean), config.minimum), config.maximum)

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Literal
 
 from jaxlm.config import Config, ModelConfig, TransformerConfig
-from jaxlm.models.depth import draw_depth
+from jaxlm.models.depth import draw_depth, planned_depths
 from jaxlm.models.flops import flops_per_token
 
 
@@ -31,9 +31,12 @@ def stored_parameters(config: ModelConfig) -> int:
 
 def mean_depths(config: Config, updates: int) -> tuple[float, float]:
     """Mean depth n and gradient depth k over the draws that a run of `updates` will make."""
-    depths = [draw_depth(config.depth, config.run.seed, update) for update in range(updates)]
-    gradient = [config.depth.backprop_depth(depth) for depth in depths]
-    return sum(depths) / updates, sum(gradient) / updates
+    total = total_gradient = 0
+    for update in range(updates):
+        mean, bound = planned_depths(config, update)
+        depth = draw_depth(config.depth, config.run.seed, update, mean)
+        total, total_gradient = total + depth, total_gradient + min(depth, bound)
+    return total / updates, total_gradient / updates
 
 
 def training_flops(config: Config, updates: int) -> float:

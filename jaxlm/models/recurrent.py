@@ -8,7 +8,7 @@ Shape legend: B rows, T positions, D width, V vocabulary.
 """
 
 import math
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,62 @@ from jaxlm.models.stack import Stack
 from jaxlm.models.unroll import CoreSteps, Rows, unroll
 
 
+class Trace(NamedTuple):
+    """What the state does from step to step; see :meth:`RecurrentDepthLM.trace`.
+
+    Means are over tokens that are not padding. R is the static bound of the number of steps; index
+    r - 1 belongs to step r, and what lies behind the last step is zero.
+    """
+
+    # Mean norm of a token's state, float32 [R].
+    state_norm: Array
+    # Mean of |s_r - s_(r-1)| / |s_r|, float32 [R].
+    relative_residual: Array
+    # Token correlation of the state, see :func:`token_correlation`, float32 [R].
+    state_correlation: Array
+    # Token correlation of the final hidden states, of the depth asked for, float32 scalar.
+    hidden_correlation: Array
+    # Tokens that are not padding, float32 scalar.
+    tokens: Array
+
+
+def token_correlation(x_BTD: Array, real_BT: Array) -> Array:
+    """How alike the positions of a row are: 0 by chance, near 1 when all are the same.
+
+    Mean cosine of all pairs of tokens, each with itself included, after each token's mean over
+    the width is taken off; less 1/S, what S unrelated tokens have by their own share. Rows count by
+    their tokens. This is what Huginn's code logs as `recurrent_state_token_corr`.
+
+    Args:
+        x_BTD: states.
+        real_BT: bool, tokens that are not padding.
+
+    Returns:
+        A float32 scalar; 0 where no token is real.
+    """
+    x_BTD = x_BTD.astype(jnp.float32)
+    x_BTD -= jnp.mean(x_BTD, axis=-1, keepdims=True)
+    norm_BT1 = jnp.maximum(jnp.linalg.norm(x_BTD, axis=-1, keepdims=True), 1e-8)
+    unit_BTD = jnp.where(real_BT[..., None], x_BTD / norm_BT1, 0.0)
+    size_B = jnp.sum(real_BT, axis=-1).astype(jnp.float32)
+    # The sum of all pairs' cosines is the squared norm of the sum.
+    pairs_B = jnp.sum(jnp.square(jnp.sum(unit_BTD, axis=1)), axis=-1)
+    row_B = pairs_B / jnp.maximum(size_B, 1.0) - 1.0  # the mean over pairs less chance, times S
+    return jnp.sum(jnp.where(size_B > 0, row_B, 0.0)) / jnp.maximum(jnp.sum(size_B), 1.0)
+
+
+def spectral_norm(matrix: Array, iterations: int = 50) -> Array:
+    """Largest singular value by power iteration, a float32 scalar; from below, within about 2 %."""
+    matrix = matrix.astype(jnp.float32)
+    start = jax.random.normal(jax.random.key(0), (matrix.shape[1],))
+
+    def iterate(_: int, v: Array) -> Array:
+        v = matrix.T @ (matrix @ v)
+        return v / jnp.maximum(jnp.linalg.norm(v), 1e-30)
+
+    return jnp.linalg.norm(matrix @ jax.lax.fori_loop(0, iterations, iterate, start))
+
+
 class DiagonalInjection(nnx.Module):
     """s <- a * s + b * (W e), with 0 < a < 1 per channel (Parcae, Prairie et al. 2026).
 
@@ -53,11 +109,20 @@ class DiagonalInjection(nnx.Module):
     def __call__(self, s_BTD: Array, e_BTD: Array) -> Array:
         """Mix the state with the input; returns [B, T, D]."""
         wide = jnp.promote_types(s_BTD.dtype, jnp.float32)
-        step = jax.nn.softplus(self.step_size[...].astype(wide))
-        decay = jnp.exp(-step * jnp.exp(self.log_rate[...].astype(wide)))
+        decay, step = self.rates(wide)
         # Wide products: a decay above 0.998 would round to 1 in bfloat16.
         mixed_BTD = s_BTD.astype(wide) * decay + self.input(e_BTD).astype(wide) * step
         return mixed_BTD.astype(s_BTD.dtype)
+
+    def rates(self, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """The factors a and b of each channel, [D] each."""
+        step = jax.nn.softplus(self.step_size[...].astype(dtype))
+        return jnp.exp(-step * jnp.exp(self.log_rate[...].astype(dtype))), step
+
+    def gains(self) -> tuple[Array, Array]:
+        """Spectral norms of the maps from state and from input, float32 scalars."""
+        decay, step = self.rates(jnp.dtype(jnp.float32))
+        return jnp.max(decay), spectral_norm(self.input.kernel[...] * step)
 
 
 class ConcatInjection(nnx.Module):
@@ -70,6 +135,11 @@ class ConcatInjection(nnx.Module):
         """Mix the state with the input; returns [B, T, D]."""
         return self.adapter(jnp.concatenate([s_BTD, e_BTD], axis=-1))
 
+    def gains(self) -> tuple[Array, Array]:
+        """Spectral norms of the maps from state and from input, float32 scalars."""
+        state_DD, input_DD = jnp.split(self.adapter.kernel[...], 2)
+        return spectral_norm(state_DD), spectral_norm(input_DD)
+
 
 class AddInjection(nnx.Module):
     """s <- s + e."""
@@ -77,6 +147,10 @@ class AddInjection(nnx.Module):
     def __call__(self, s_BTD: Array, e_BTD: Array) -> Array:
         """Mix the state with the input; returns [B, T, D]."""
         return s_BTD + e_BTD
+
+    def gains(self) -> tuple[Array, Array]:
+        """Spectral norms of the maps from state and from input, float32 scalars."""
+        return jnp.ones(()), jnp.ones(())
 
 
 class Core(nnx.Module):
@@ -174,8 +248,7 @@ class RecurrentDepthLM(nnx.Module):
         x_BTD = dropout(
             x_BTD, config.dropout, fold_in(keys_B, EMBEDDING_DROPOUT) if train else None
         )
-        e_BTD = self.prelude(x_BTD, mask, angles, layer_keys)
-        e_BTD = self.prelude_norm(e_BTD) if config.norm == "pre" else e_BTD
+        e_BTD = self._prelude(x_BTD, mask, angles, layer_keys)
 
         graph, core_params = nnx.split(self.core)
 
@@ -214,6 +287,69 @@ class RecurrentDepthLM(nnx.Module):
             s_BTD, _ = jax.lax.scan(gradient_step, s_BTD, jnp.arange(max_backprop_depth))
 
         return self.final_norm(self.coda(s_BTD, mask, angles, layer_keys))
+
+    def _prelude(
+        self, x_BTD: Array, mask: Array, angles: tuple[Array, Array], layer_keys: Array | None
+    ) -> Array:
+        e_BTD = self.prelude(x_BTD, mask, angles, layer_keys)
+        return self.prelude_norm(e_BTD) if self.config.norm == "pre" else e_BTD
+
+    def trace(
+        self,
+        tokens_BT: Array,
+        segment_ids_BT: Array,
+        positions_BT: Array,
+        keys_B: Array,
+        *,
+        depth: Array,
+        steps: Array,
+        max_steps: int,
+    ) -> Trace:
+        """Follow the state through `steps` core steps, without dropout or gradient.
+
+        Args:
+            tokens_BT: as for a call; so are the next three.
+            segment_ids_BT: 0 for padding, which no figure counts.
+            positions_BT: int32.
+            keys_B: one random key per row.
+            depth: steps after which the coda reads the state, traced int32, at most `steps`.
+            steps: traced int32, at most `max_steps`.
+            max_steps: static length of the figures.
+        """
+        mask = attention_mask(segment_ids_BT)
+        angles = rotary_angles(positions_BT, self.config.head_size, self.config.rope_base)
+        real_BT = segment_ids_BT > 0
+        tokens = jnp.sum(real_BT).astype(jnp.float32)
+        e_BTD = self._prelude(self.embedding(tokens_BT), mask, angles, None)
+        graph, params = nnx.split(self.core)
+
+        def mean(x_BT: Array) -> Array:
+            return jnp.sum(jnp.where(real_BT, x_BT, 0.0)) / jnp.maximum(tokens, 1.0)
+
+        def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            before_BTD, read_BTD, figures_3R = carry
+            s_BTD = nnx.merge(graph, params)(before_BTD, e_BTD, mask, angles, None)
+            now_BTD, then_BTD = s_BTD.astype(jnp.float32), before_BTD.astype(jnp.float32)
+            norm_BT = jnp.linalg.norm(now_BTD, axis=-1)
+            residual_BT = jnp.linalg.norm(now_BTD - then_BTD, axis=-1)
+            figures_3 = jnp.stack(
+                [
+                    mean(norm_BT),
+                    mean(residual_BT / jnp.maximum(norm_BT, 1e-8)),
+                    token_correlation(s_BTD, real_BT),
+                ]
+            )
+            read_BTD = jnp.where(i + 1 == depth, s_BTD, read_BTD)
+            return s_BTD, read_BTD, figures_3R.at[:, i].set(figures_3)
+
+        start_BTD = self.initial_state(e_BTD, keys_B)
+        figures_3R = jnp.zeros((3, max_steps), jnp.float32)
+        carry = (start_BTD, start_BTD, figures_3R)
+        _, read_BTD, figures_3R = jax.lax.fori_loop(0, steps, step, carry)
+        hidden_BTD = self.final_norm(self.coda(read_BTD, mask, angles, None))
+        norm_R, residual_R, correlation_R = figures_3R
+        hidden = token_correlation(hidden_BTD, real_BT)
+        return Trace(norm_R, residual_R, correlation_R, hidden, tokens)
 
     def gradient_steps(self, max_steps: int, on_host: bool = False) -> CoreSteps:
         """How the core steps with gradient are run, forwards and backwards."""

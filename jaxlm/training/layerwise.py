@@ -30,6 +30,7 @@ import optax
 from flax import nnx, traverse_util
 from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import ArrayLike
 
 from jaxlm.losses import LossSums, cross_entropy_gradients, target_mask
 from jaxlm.models.build import Params, apply
@@ -71,10 +72,18 @@ class LayerOptimizer:
     not depend on the others. The state of a group of parameters has the same paths as in the
     state of all; what no parameter owns (counts, rates) is the same for every group and advances
     once per update.
+
+    Args:
+        transform: the optimizer.
+        rate_multiplier: factor of the scheduled learning rate.
     """
 
-    def __init__(self, transform: optax.GradientTransformationExtraArgs):
-        self.transform = transform
+    def __init__(
+        self,
+        transform: optax.GradientTransformationExtraArgs,
+        rate_multiplier: ArrayLike = 1.0,
+    ):
+        self.transform, self.rate_multiplier = transform, rate_multiplier
         self.shared = set(_state_leaves(jax.eval_shape(transform.init, {})))
 
     def owned(self, params: Params) -> list[str]:
@@ -89,7 +98,9 @@ class LayerOptimizer:
         structure = jax.eval_shape(self.transform.init, params)
         leaves = [state[path] for path in _state_leaves(structure)]
         full = jax.tree.unflatten(jax.tree.structure(structure), leaves)
-        updates, full = self.transform.update(grads, full, params, first_layer=first_layer)
+        updates, full = self.transform.update(
+            grads, full, params, first_layer=first_layer, rate_multiplier=self.rate_multiplier
+        )
         return cast(Params, optax.apply_updates(params, updates)), _state_leaves(full)
 
 
@@ -161,9 +172,11 @@ class _Window(NamedTuple):
 class _Total(NamedTuple):
     """What the backward pass carries from layer to layer beside the activations."""
 
-    # Sum of squares of all gradients so far, and of all changes to weights; float32 or wider.
+    # Sum of squares of all gradients so far, of all changes to weights, and of those to the
+    # recurrent core's weights; float32 or wider.
     grad_square: Array
     update_square: Array
+    core_update_square: Array
     # Layers whose gradient was not finite, int32.
     kept_layers: Array
 
@@ -175,6 +188,7 @@ def update_in_backward(
     window: Window,
     depth: Array,
     backprop: Array,
+    rate_multiplier: ArrayLike,
 ) -> Outcome:
     """Take one update; arguments as for `train_step`."""
     micro_batches = _micro_batches(spec, state, window)
@@ -188,7 +202,7 @@ def update_in_backward(
     finite &= jnp.all(jnp.isfinite(dx_M))
     applied = finite & (sums.target_tokens > 0)
 
-    optimizer = LayerOptimizer(transform)
+    optimizer = LayerOptimizer(transform, rate_multiplier)
     old = _state_leaves(state.opt_state)
     (norm_path,) = [path for path in old if path.endswith(".norm")]
     scale = jnp.ones(())
@@ -217,6 +231,7 @@ def update_in_backward(
         sums=sums,
         grad_norm=jnp.where(finite, norm, jnp.nan),
         update_norm=jnp.sqrt(outcome.update_square),
+        core_update_norm=jnp.sqrt(outcome.core_update_square),
         finite=finite,
         applied=applied,
         kept_layers=jnp.where(applied, outcome.kept_layers, 0),
@@ -302,7 +317,11 @@ class _Writer:
 
         changed = jax.tree.map(choose, _flatten(new), params)
         change = jax.tree.map(jnp.subtract, to_float32(changed), to_float32(params))
-        total = total._replace(update_square=total.update_square + _square(change))
+        core = {path: c for path, c in change.items() if path[0] == "core"}
+        total = total._replace(
+            update_square=total.update_square + _square(change),
+            core_update_square=total.core_update_square + _square(core),
+        )
         return total, changed, {path: choose(state[path], owned[path]) for path in owned}
 
     def advance(self, params: Flat) -> None:
@@ -446,7 +465,7 @@ class _Passes:
     ) -> _Total:
         """Go back through all layers; parameters and state are left in the writer."""
         zero = jnp.zeros((), jnp.result_type(float))
-        total = _Total(zero, zero, jnp.zeros((), jnp.int32))
+        total = _Total(zero, zero, zero, jnp.zeros((), jnp.int32))
         rest = dict(head_grads)
         if self.core is None:
             total, dx_M = self._backward_stack("stack", saved["stack"], dx_M, total, writer)

@@ -41,10 +41,11 @@ def load_run(directory: Path, update: int | None = None) -> LoadedRun:
 
     Args:
         directory: the run, such as ``runs/quickstart``.
-        update: which checkpoint; None takes the newest.
+        update: which checkpoint; None takes the newest that is whole.
 
     Raises:
         UserError: no run there, no such checkpoint, or data that is not the run's.
+        Failure: damaged checkpoints.
     """
     config = load_resolved(directory)
     assert config.training.updates is not None
@@ -52,7 +53,7 @@ def load_run(directory: Path, update: int | None = None) -> LoadedRun:
     abstract = jax.eval_shape(lambda: init_state(spec)).params
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
-        found = checkpoints.find(update)
+        found = checkpoints.find(update, params_only=True)
         params = checkpoints.restore_params(found, abstract, sharding)
         fingerprint = checkpoints.metadata(found)["data_fingerprint"]
     data = DataDirectory(Path(config.data.directory))

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import math
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ from jaxlm.data.pipeline import (
 )
 from jaxlm.data.prepare import ensure_prepared
 from jaxlm.data.shards import DataDirectory
-from jaxlm.errors import UserError
+from jaxlm.errors import Failure, UserError
 from jaxlm.evaluation.evaluate import (
     Evaluation,
     evaluate,
@@ -41,19 +42,29 @@ from jaxlm.evaluation.evaluate import (
     unigram_cross_entropy,
 )
 from jaxlm.evaluation.report import evaluation_json, evaluation_table, write_report
-from jaxlm.files import Lock, write_atomically
+from jaxlm.files import Lock, append_line, write_atomically
 from jaxlm.memory.devices import peak_flops
 from jaxlm.models.depth import draw_depth
 from jaxlm.models.flops import flops_per_token
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce
-from jaxlm.training.metrics import EVALUATIONS, METRICS, RunLog, read_records
+from jaxlm.training.control import Control, Settings
+from jaxlm.training.metrics import (
+    ALARMS,
+    EVALUATIONS,
+    METRICS,
+    MONITORS,
+    RunLog,
+    read_records,
+)
+from jaxlm.training.monitors import Alarm, Alarms, measure
 from jaxlm.training.optimizer import describe_optimizer
 from jaxlm.training.resume import config_changes, data_changes
 from jaxlm.training.spec import StepMetrics, StepSpec, step_spec
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import init_state, train_step
 
+RECOVERY = "recovery.jsonl"  # which damaged checkpoints were passed over
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it; SIGTERM ends with 0
 
 
@@ -81,13 +92,16 @@ class _Pending:
     """An update whose step was dispatched and whose metrics are still on the device."""
 
     update: int
-    depth: int | None
-    backprop_depth: int | None
+    settings: Settings
     metrics: StepMetrics
 
 
 class _Signals:
-    """SIGTERM, SIGHUP and SIGINT finish the update in hand; a second Ctrl-C stops at once."""
+    """SIGTERM, SIGHUP and SIGINT finish the update in hand; Ctrl-C after that stops at once.
+
+    At once is meant: the kernel then ends the process, without waiting for a save in the
+    background. That is safe because nothing of a save counts before it is complete.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -99,7 +113,9 @@ class _Signals:
         def handle(number: int, frame: object) -> None:
             del frame
             self.received = signal.Signals(number)
-            signal.signal(signal.SIGINT, previous[signal.SIGINT])
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if sys.stdout.isatty():
+                print("\x1b[?25h", end="")  # the cursor, which the progress bar hides
             print(
                 f"\n{self.received.name}: finishing this update, then saving"
                 + ("; Ctrl-C again stops at once" if number == signal.SIGINT else ""),
@@ -191,21 +207,29 @@ class Run:
         busy = f"{self.directory}: another process is training this run"
         stack.enter_context(Lock(self.directory / "lock", busy))
         self.checkpoints = stack.enter_context(
-            Checkpoints(self.directory / "checkpoints", config.checkpoint.keep)
+            Checkpoints(
+                self.directory / "checkpoints",
+                config.checkpoint.keep,
+                config.checkpoint.keep_every_tokens,
+            )
         )
         self.iterator = device_iterator(self.windows, config.data.prefetch, self.sharding)
         stack.callback(self._close_iterator)
-        latest = self.checkpoints.latest
+        latest = self.checkpoints.recover(self.directory / RECOVERY)
         self._changes: list[str] = []
         self._resumed_at = latest or 0
+        self.control = Control(config)
         if latest is None:
             self._refuse_to_start_over()
             self.state = jax.device_put(init_state(self.spec), self.sharding)
         else:
             self.state = self.restore(latest, allow_changes)
+        self.checkpoints.check_space(self.state)
         write_atomically(self.directory / "config.yaml", to_yaml(config))
         self.log = RunLog(self.directory, self.progress.update, config.logging.tensorboard)
         stack.callback(self.log.close)
+        self._last_record: dict[str, Any] | None = None
+        self._alarms = Alarms(config, read_records(self.directory / MONITORS))
 
     def _refuse_to_start_over(self) -> None:
         """Starting anew empties the records: not where they say that checkpoints should be here.
@@ -247,6 +271,7 @@ class Run:
             )
         self._changes = on_request
         self.progress = Progress(**metadata["progress"])
+        self.control.restore(metadata["control"])
         self.iterator.set_state(metadata["data_position"])
         abstract = jax.eval_shape(lambda: init_state(self.spec))
         return self.checkpoints.restore(update, abstract, self.sharding)
@@ -257,6 +282,7 @@ class Run:
         versions = {n: importlib.metadata.version(n) for n in ("jax", "flax", "optax", "grain")}
         metadata = {
             "progress": dataclasses.asdict(self.progress),
+            "control": self.control.state(),
             "data_position": self.iterator.get_state(),
             "data_fingerprint": self.data_fingerprint,
             "config": to_tree(self.config),
@@ -264,10 +290,11 @@ class Run:
         }
         if self._changes:  # updates were made under them: now they are part of the run
             record = {"update": self._resumed_at, "changes": self._changes}
-            with (self.directory / "changes.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            append_line(self.directory / "changes.jsonl", json.dumps(record))
             self._changes = []
-        self.checkpoints.save(self.progress.update, self.state, metadata, validation)
+        self.checkpoints.save(
+            self.progress.update, self.state, metadata, self.progress.tokens, validation
+        )
 
     # ------------------------------------------------------------------ updates
 
@@ -277,20 +304,25 @@ class Run:
         began = time.perf_counter()
         window = next(self.iterator)
         self._data_seconds += time.perf_counter() - began
-        depth = backprop_depth = None
-        if self.config.model.kind == "recurrent":
-            depth = draw_depth(self.config.depth, self.config.run.seed, update)
-            backprop_depth = self.config.depth.backprop_depth(depth)
+        settings = self.control.decide(update, lambda mean: self._draw(update, mean))
+        for decision in settings.decisions:
+            self.log.decision(dataclasses.asdict(decision))
         arguments = (
             self.state,
             window,
-            jnp.asarray(depth or 0, jnp.int32),
-            jnp.asarray(backprop_depth or 0, jnp.int32),
+            jnp.asarray(settings.depth, jnp.int32),
+            jnp.asarray(settings.backprop_depth, jnp.int32),
+            jnp.asarray(settings.rate_multiplier, jnp.float32),
         )
         length = window["tokens"].shape[-1] - 1
         self.state, metrics = self._step(*arguments, variant=length)
         self.progress.update += 1
-        return _Pending(update, depth, backprop_depth, metrics)
+        return _Pending(update, settings, metrics)
+
+    def _draw(self, update: int, mean: float) -> int:
+        if self.config.model.kind != "recurrent":
+            return 0
+        return draw_depth(self.config.depth, self.config.run.seed, update, mean)
 
     def read(self, pending: _Pending) -> dict[str, Any]:
         """Wait for an update, count it, record it, and return its record."""
@@ -305,6 +337,8 @@ class Run:
         progress.nonfinite_updates += not metrics.finite
         progress.nonfinite_in_a_row = 0 if metrics.finite else progress.nonfinite_in_a_row + 1
         tokens_per_second = target_tokens / seconds
+        settings = pending.settings
+        recurrent = self.config.model.kind == "recurrent"
         record = {
             "update": pending.update,
             "tokens": progress.tokens,
@@ -312,17 +346,22 @@ class Run:
             "cross_entropy": _number(metrics.cross_entropy),
             "grad_norm": _number(metrics.grad_norm),
             "update_norm": _number(metrics.update_norm),
+            "core_update_norm": _number(metrics.core_update_norm) if recurrent else None,
             "learning_rate": _number(metrics.learning_rate),
+            "rate_multiplier": settings.rate_multiplier,
             "applied": bool(metrics.applied),
             "kept_layers": int(metrics.kept_layers),
-            "depth": pending.depth,
-            "backprop_depth": pending.backprop_depth,
+            "depth": settings.depth if recurrent else None,
+            "backprop_depth": settings.backprop_depth if recurrent else None,
+            "mean_depth": settings.mean_depth if recurrent else None,
             "tokens_per_second": tokens_per_second,
             "mfu": self._mfu(tokens_per_second, pending),
             "data_wait_fraction": data_seconds / seconds,
             "planned_memory_bytes": self._step.planned[0],
             "peak_memory_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         }
+        self._last_record = record
+        self.control.read_update(record)
         self.log.update(record)
         self.log.blocks(pending.update, np.asarray(metrics.blocks).tolist())
         limit = self.config.training.max_nonfinite_updates
@@ -340,7 +379,7 @@ class Run:
             return None
         attended = (self.config.data.sequence_length + 1) / 2
         flops = flops_per_token(
-            self.spec.model, attended, pending.depth or 0, pending.backprop_depth or 0
+            self.spec.model, attended, pending.settings.depth, pending.settings.backprop_depth
         )
         return tokens_per_second * flops.training / self._peak_flops
 
@@ -393,8 +432,17 @@ class Run:
                     self._show(advance, self.read(pending))
                     pending = None
                     validation = self._periodic_validation() if evaluating else None
-                    if saving or stopping:
+                    stop = [a for a in self._watch() if a.action == "stop"] if evaluating else []
+                    if saving or stopping or stop:
                         self.save(validation)
+                    if stop:
+                        self.checkpoints.wait()
+                        names = ", ".join(alarm.monitor for alarm in stop)
+                        raise Failure(
+                            f"{self.directory}: saved after update {done} and stopped by the "
+                            f"alarm of {names} (monitors.stop); the same command goes on, without "
+                            f"stopping again before that alarm has cleared"
+                        )
                     self._last_read, self._data_seconds = time.perf_counter(), 0.0
             self.checkpoints.wait()  # under the handlers: no signal may cut the last save short
         return signals.received
@@ -405,7 +453,25 @@ class Run:
         figures = dataclasses.asdict(evaluation)
         record = {"update": self.progress.update, "tokens": self.progress.tokens, **figures}
         self.log.evaluation(_finite(record))
+        self.control.read_evaluation(_finite(record))
         return _number(evaluation.cross_entropy)
+
+    def _watch(self) -> list[Alarm]:
+        """Take the monitors' figures, record them, and return the alarms that they raise."""
+        config, done = self.config, self.progress.update
+        if config.model.kind != "recurrent" or config.monitors.rows == 0:
+            return []
+        last = self._last_record
+        assert last is not None  # that of the update just made
+        figures = measure(config, self.spec, self.state.params, self.validation_rows, last)
+        record = {"update": done, "tokens": self.progress.tokens, **figures}
+        record["beyond"] = self._alarms.beyond(done, figures)
+        self.log.monitors(_finite(record))
+        alarms = self._alarms(done, figures)
+        for alarm in alarms:
+            self.log.alarm(dataclasses.asdict(alarm))
+            print(alarm.line(), flush=True)
+        return [alarm for alarm in alarms if alarm.event == "raised"]
 
     def _show(self, advance: Advance, record: dict[str, Any]) -> None:
         depth = "" if record["depth"] is None else f"  depth {record['depth']:2d}"
@@ -433,6 +499,8 @@ class Run:
             tokens=self.progress.tokens,
             nonfinite_updates=self.progress.nonfinite_updates,
             empty_windows=self.progress.empty_windows,
+            monitors=next(reversed(read_records(self.directory / MONITORS)), None),
+            alarms=read_records(self.directory / ALARMS),
         )
         written = write_report(
             self.directory,

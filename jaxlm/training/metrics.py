@@ -1,16 +1,29 @@
 """The records of a run: JSON lines for programs, TensorBoard for people."""
 
+import contextlib
 import json
 import os
+import time
+from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import tensorboardX
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import (
+    Event,  # pyright: ignore[reportAttributeAccessIssue]  # protobuf makes it when imported
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboardX.summary import scalar
 
-from jaxlm.errors import UserError
+from jaxlm.errors import Failure, UserError
 from jaxlm.files import write_atomically
 
 METRICS, BLOCKS, EVALUATIONS = "metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"
+MONITORS, ALARMS, DECISIONS = "monitors.jsonl", "alarms.jsonl", "decisions.jsonl"
+# Of these, a record belongs to the state after so many updates; of the others, to one update.
+_OF_STATES = (EVALUATIONS, MONITORS, ALARMS)
+_TENSORBOARD_SECONDS = 30.0  # between flushes
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -37,14 +50,16 @@ class RunLog:
         update: updates the run has behind it; later records, left by a run that was killed after
             its last checkpoint, are removed, because those updates will be made again.
         tensorboard: also write TensorBoard event files.
+
+    Every method raises a :class:`Failure` that names the file which cannot be written.
     """
 
     def __init__(self, directory: Path, update: int, tensorboard: bool):
-        self._files: dict[str, IO[str]] = {}
-        for name in (METRICS, BLOCKS, EVALUATIONS):
+        self._files: dict[str, FileIO] = {}
+        self._broken = False
+        for name in (METRICS, BLOCKS, DECISIONS, *_OF_STATES):
             path = directory / name
-            # A validation pass belongs to the state after its update count, hence <=.
-            last = update if name == EVALUATIONS else update - 1
+            last = update if name in _OF_STATES else update - 1
             kept = [record for record in read_records(path) if record["update"] <= last]
             if name == METRICS and len(kept) != update:
                 raise UserError(
@@ -52,16 +67,44 @@ class RunLog:
                     f"checkpoint has behind it; restore it, or remove {directory} to start over"
                 )
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-            self._files[name] = path.open("a", encoding="utf-8")
-        self._tensorboard = None
+            self._files[name] = path.open("ab", buffering=0)
+        # Written from this thread: SummaryWriter's own blocks for ever after a failed write.
+        self._tensorboard: EventsWriter | None = None
+        self._events = directory / "tensorboard"
+        self._flushed = time.monotonic()
         if tensorboard:
-            self._tensorboard = tensorboardX.SummaryWriter(
-                str(directory / "tensorboard"), purge_step=update
-            )
+            self._events.mkdir(exist_ok=True)
+            self._tensorboard = EventsWriter(str(self._events / "events"))
+            # Viewers drop what an earlier process wrote from this update on.
+            start = SessionLog(status=SessionLog.START)
+            self._write_event(Event(step=update, session_log=start))
+
+    @contextlib.contextmanager
+    def _naming(self, path: str | Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._broken = True
+            raise Failure(
+                f"{path}: {error.strerror}; repair that, and the same command continues from the "
+                f"last checkpoint"
+            ) from error
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
-        self._files[name].write(json.dumps(record, allow_nan=False) + "\n")
-        self._files[name].flush()
+        left = (json.dumps(record, allow_nan=False) + "\n").encode()
+        file = self._files[name]
+        with self._naming(file.name):
+            while left:  # a disk that fills up takes a part, and says so at the next write
+                left = left[file.write(left) :]
+
+    def _write_event(self, event: Event) -> None:
+        assert self._tensorboard is not None
+        event.wall_time = time.time()
+        with self._naming(self._events):
+            self._tensorboard.write_event(event)
+            if time.monotonic() - self._flushed > _TENSORBOARD_SECONDS:
+                self._tensorboard.flush()
+                self._flushed = time.monotonic()
 
     def update(self, record: dict[str, Any]) -> None:
         """Record what an update reported."""
@@ -69,7 +112,8 @@ class RunLog:
         if self._tensorboard is not None:
             for key, value in record.items():
                 if key != "update" and value is not None:
-                    self._tensorboard.add_scalar(f"train/{key}", float(value), record["update"])
+                    summary = scalar(f"train/{key}", float(value))
+                    self._write_event(Event(step=record["update"], summary=summary))
 
     def blocks(self, update: int, blocks: list[list[int]]) -> None:
         """Record the block ids of each micro-batch; rows that fill up the window are left out."""
@@ -87,20 +131,43 @@ class RunLog:
                 "validation" if record["depth"] is None else f"validation/depth_{record['depth']}"
             )
             for key in ("cross_entropy", "top1"):
-                self._tensorboard.add_scalar(f"{name}/{key}", record[key], record["update"])
+                if record[key] is not None:
+                    summary = scalar(f"{name}/{key}", record[key])
+                    self._write_event(Event(step=record["update"], summary=summary))
+
+    def monitors(self, record: dict[str, Any]) -> None:
+        """Record the figures of a pass of the monitors."""
+        self._append(MONITORS, record)
+        if self._tensorboard is not None:
+            for key, value in record.items():
+                if isinstance(value, float):
+                    summary = scalar(f"monitors/{key}", value)
+                    self._write_event(Event(step=record["update"], summary=summary))
+
+    def alarm(self, record: dict[str, Any]) -> None:
+        """Record that an alarm was raised or has cleared."""
+        self._append(ALARMS, record)
+
+    def decision(self, record: dict[str, Any]) -> None:
+        """Record what a controller changed."""
+        self._append(DECISIONS, record)
 
     def sync(self) -> None:
         """Put everything recorded so far on disk: called before a checkpoint."""
         for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+            with self._naming(file.name):
+                os.fsync(file.fileno())
         if self._tensorboard is not None:
-            self._tensorboard.flush()
+            with self._naming(self._events):
+                self._tensorboard.flush()
 
     def close(self) -> None:
         """Sync and close the files."""
-        self.sync()
+        if not self._broken:
+            self.sync()
         for file in self._files.values():
             file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            # What is buffered fails again where a write has failed: that was said already.
+            with contextlib.suppress(OSError) if self._broken else contextlib.nullcontext():
+                self._tensorboard.close()

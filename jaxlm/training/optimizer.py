@@ -1,8 +1,11 @@
 """From the configuration to an optax transform."""
 
+from typing import Any, cast
+
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxlm.config import Config, OptimConfig
 from jaxlm.optim import (
@@ -59,6 +62,13 @@ def build_schedule(config: OptimConfig, updates: int) -> optax.Schedule:
     return warmup_constant(peak, warmup_updates=warmup)
 
 
+class _ControlledSchedule(optax.WrappedSchedule):
+    """A schedule times the multiplier that an update is called with."""
+
+    def __call__(self, state: Any, *, rate_multiplier: ArrayLike = 1.0, **extra_args: Any) -> Array:
+        return jnp.asarray(super().__call__(state, **extra_args)) * rate_multiplier
+
+
 def build_optimizer(
     config: OptimConfig, *, updates: int, micro_batches: int, window_tokens: int, key: Array
 ) -> optax.GradientTransformationExtraArgs:
@@ -73,7 +83,8 @@ def build_optimizer(
 
     Returns:
         A transform whose state is float32 whatever the weights are (but for what the configuration
-        stores in fewer bits). The rate it applied is in its state, see
+        stores in fewer bits). Its `update` takes `rate_multiplier`, which scales the rate and with
+        it the weight decay. The rate it applied is in its state, see
         :func:`applied_learning_rate`; so is the norm before clipping.
     """
 
@@ -117,7 +128,7 @@ def build_optimizer(
 
     inject = optax.inject_hyperparams(chain, hyperparam_dtype=jnp.dtype(jnp.float32))
     optimizer = optax.chain(
-        in_float32(inject(learning_rate=build_schedule(config, updates))),
+        in_float32(inject(learning_rate=_ControlledSchedule(build_schedule(config, updates)))),
         {
             "stochastic": lambda: stochastic_rounding(key),
             "residual": lambda: residual_rounding(key),
@@ -126,7 +137,9 @@ def build_optimizer(
         }[config.rounding](),
     )
     if config.accumulation == "optax_multisteps":
-        optimizer = optax.MultiSteps(optimizer, micro_batches).gradient_transformation()
+        steps = optax.MultiSteps(optimizer, micro_batches)
+        # Not its gradient_transformation(), which would lose the multiplier on the way.
+        optimizer = optax.GradientTransformationExtraArgs(steps.init, cast(Any, steps.update))
     return optax.with_extra_args_support(optimizer)
 
 

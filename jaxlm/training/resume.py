@@ -15,7 +15,7 @@ FREE = (
     r"model\.(attention|remat)",
     r"loss\.chunk_tokens",
     r"training\.(micro_batch_rows|micro_batches|block_inputs|max_nonfinite_updates)",
-    r"(evaluation|checkpoint|logging)\..*",
+    r"(evaluation|checkpoint|monitors|logging)\..*",
 )
 # Another experiment from here on: allowed when asked for, and recorded in the run.
 ON_REQUEST = (
@@ -23,7 +23,7 @@ ON_REQUEST = (
     r"training\.(updates|update)",  # horizon; engine: the state is the same in both
     r"optim\.(clip|max_norm)",
     r"data\.epochs",
-    r"depth\..*",
+    r"(depth|control)\..*",
 )
 # The rest is frozen: architecture, seeds, order of the data, loss and optimizer.
 

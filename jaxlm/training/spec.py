@@ -75,7 +75,9 @@ class StepMetrics(NamedTuple):
     grad_norm: Array
     # Norm of the change made to the weights; 0 for a skipped update.
     update_norm: Array
-    # Learning rate applied; 0 for a skipped update.
+    # The same of the recurrent core's weights alone; 0 for a model without one.
+    core_update_norm: Array
+    # Learning rate applied, multiplier included; 0 for a skipped update.
     learning_rate: Array
     # Whether the weights changed.
     applied: Array
@@ -99,6 +101,7 @@ class Outcome(NamedTuple):
     # See StepMetrics.
     grad_norm: Array
     update_norm: Array
+    core_update_norm: Array
     finite: Array
     applied: Array
     kept_layers: Array

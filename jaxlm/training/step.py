@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
 from jaxlm.models.build import Params, apply, init_params
@@ -133,6 +134,7 @@ def multisteps_updates(
     window: Window,
     depth: Array,
     backprop: Array,
+    rate_multiplier: ArrayLike,
 ) -> tuple[optax.Updates, optax.OptState, Array, LossSums]:
     """Feed micro-batches to a stock optax.MultiSteps, whose last call emits the update.
 
@@ -150,7 +152,9 @@ def multisteps_updates(
             state.params, *scanned, depth, backprop
         )
         grads = jax.tree.map(lambda g: g * (micro_batches / tokens), to_float32(grads))
-        updates, opt_state = optimizer.update(grads, opt_state, state.params)
+        updates, opt_state = optimizer.update(
+            grads, opt_state, state.params, rate_multiplier=rate_multiplier
+        )
         return updates, (opt_state, total + loss, jax.tree.map(jnp.add, sums, parts))
 
     zero = jnp.zeros((), jnp.float32)
@@ -166,16 +170,25 @@ def multisteps_updates(
 
 
 def update_after_backward(
-    spec: StepSpec, state: TrainState, window: Window, depth: Array, backprop: Array
+    spec: StepSpec,
+    state: TrainState,
+    window: Window,
+    depth: Array,
+    backprop: Array,
+    rate_multiplier: ArrayLike,
 ) -> Outcome:
     """All gradients of the window, then one call of the optimizer."""
     if spec.optim.accumulation == "optax_multisteps":
-        updates, opt_state, total, sums = multisteps_updates(spec, state, window, depth, backprop)
+        updates, opt_state, total, sums = multisteps_updates(
+            spec, state, window, depth, backprop, rate_multiplier
+        )
     else:
         grads, total, sums = window_gradients(spec, state, window, depth, backprop)
         tokens = jnp.maximum(sums.target_tokens, 1.0)
         grads = jax.tree.map(lambda g: g / tokens, to_float32(grads))
-        updates, opt_state = _optimizer(spec).update(grads, state.opt_state, state.params)
+        updates, opt_state = _optimizer(spec).update(
+            grads, state.opt_state, state.params, rate_multiplier=rate_multiplier
+        )
     # What decides is known before anything is written: where it hung on the new weights, XLA would
     # hold all of them beside the old ones.
     grad_norm = norm_before_clipping(opt_state)
@@ -188,15 +201,15 @@ def update_after_backward(
 
     new_params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(choose, new_params, state.params)
+    change = jax.tree.map(jnp.subtract, to_float32(params), to_float32(state.params))
     return Outcome(
         params=params,
         opt_state=jax.tree.map(choose, opt_state, state.opt_state),
         total=total,
         sums=sums,
         grad_norm=grad_norm,
-        update_norm=global_norm(
-            jax.tree.map(jnp.subtract, to_float32(params), to_float32(state.params))
-        ),
+        update_norm=global_norm(change),
+        core_update_norm=global_norm(change.get("core", {})),
         finite=finite,
         applied=applied,
         kept_layers=jnp.zeros((), jnp.int32),
@@ -205,7 +218,12 @@ def update_after_backward(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def train_step(
-    spec: StepSpec, state: TrainState, window: Window, depth: Array, backprop: Array
+    spec: StepSpec,
+    state: TrainState,
+    window: Window,
+    depth: Array,
+    backprop: Array,
+    rate_multiplier: ArrayLike = 1.0,
 ) -> tuple[TrainState, StepMetrics]:
     """Take one update.
 
@@ -215,6 +233,7 @@ def train_step(
         window: arrays of one window, see data/pipeline.py.
         depth: core steps n of all its micro-batches, traced int32.
         backprop: core steps with gradient k <= n, traced int32.
+        rate_multiplier: factor of the scheduled learning rate, traced float32.
 
     Returns:
         The next state and what to report. A window without target tokens, or with a loss or
@@ -222,9 +241,11 @@ def train_step(
         in_backward see layerwise.py).
     """
     if spec.update == "in_backward":
-        out = update_in_backward(spec, _optimizer(spec), state, window, depth, backprop)
+        out = update_in_backward(
+            spec, _optimizer(spec), state, window, depth, backprop, rate_multiplier
+        )
     else:
-        out = update_after_backward(spec, state, window, depth, backprop)
+        out = update_after_backward(spec, state, window, depth, backprop, rate_multiplier)
     tokens = jnp.maximum(out.sums.target_tokens, 1.0)
     metrics = StepMetrics(
         loss=out.total / tokens,
@@ -232,6 +253,7 @@ def train_step(
         target_tokens=out.sums.target_tokens.astype(jnp.int32),
         grad_norm=out.grad_norm,
         update_norm=jnp.where(out.applied, out.update_norm, 0.0),
+        core_update_norm=jnp.where(out.applied, out.core_update_norm, 0.0),
         learning_rate=jnp.where(out.applied, applied_learning_rate(out.opt_state), 0.0),
         applied=out.applied,
         finite=out.finite,

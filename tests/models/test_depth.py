@@ -3,8 +3,9 @@ import math
 import numpy as np
 import pytest
 
-from jaxlm.config import DepthConfig
-from jaxlm.models.depth import curriculum_mean, draw_depth, draw_uncapped
+from jaxlm.config import Config, ControlConfig, CurriculumConfig, DepthConfig
+from jaxlm.models.depth import curriculum, draw_depth, draw_uncapped
+from jaxlm.models.match import mean_depths
 
 
 def draws(config, count, seed=5):
@@ -61,11 +62,38 @@ def test_gradient_depth_never_exceeds_depth():
     assert DepthConfig(backprop="full", maximum=12).backprop_depth(9) == 9
 
 
-def test_curriculum_grows_to_the_mean_and_stays():
-    config = DepthConfig(mean=6.0, curriculum_updates=100)
-    assert [curriculum_mean(config, u) for u in (0, 50, 100, 999)] == [1.0, 3.5, 6.0, 6.0]
-    assert draw_depth(config, 0, 0) == 1
+def test_curricula_grow_to_their_ends_and_stay():
+    config = DepthConfig(mean=6.0, backprop=4)
+
+    def curve(*updates, **settings):
+        settings = CurriculumConfig(updates=100, **settings)
+        return [curriculum(settings, config, update) for update in updates]
+
+    assert curve(0, 50, 100, 999) == [1.0, 3.5, 6.0, 6.0]
+    # 1 - sqrt(1 - 0.75) is 1/2, 1 - sqrt(1 - 0.36) is 1/5.
+    assert curve(0, 36, 75, 100, shape="one_minus_sqrt") == pytest.approx([1.0, 2.0, 3.5, 6.0])
+    assert curve(0, 50, 100, quantity="backprop_depth") == [1.0, 2.5, 4.0]
+
+
+def test_draws_follow_another_mean():
+    assert draw_depth(DepthConfig(mean=6.0), 0, 0, 1.0) == 1
     for kind in ("lognormal_poisson", "uniform"):
-        config = DepthConfig(distribution=kind, mean=6.0, curriculum_updates=2)
-        halfway = [draw_uncapped(config, seed, 1) for seed in range(5000)]
+        config = DepthConfig(distribution=kind, mean=6.0)
+        halfway = [draw_uncapped(config, seed, 1, 3.5) for seed in range(5000)]
         assert np.mean(halfway) == pytest.approx(3.5, abs=0.15)
+
+
+def test_depths_that_are_planned_count_the_curricula():
+    control = ControlConfig(
+        controllers=(
+            CurriculumConfig(updates=20),
+            CurriculumConfig(updates=10, quantity="backprop_depth"),
+        )
+    )
+    depth = DepthConfig(distribution="fixed", mean=5.0, backprop=3)
+    config = Config(depth=depth, control=control)
+    # Means 1, 1.2, ... 4.8, 5; bounds 1, 1.2, ... 3: each rounded.
+    depths = [min(5, round(1 + 0.2 * u)) for u in range(40)]
+    bounds = [min(3, round(1 + 0.2 * u)) for u in range(40)]
+    gradient = [min(n, k) for n, k in zip(depths, bounds, strict=True)]
+    assert mean_depths(config, 40) == (sum(depths) / 40, sum(gradient) / 40)

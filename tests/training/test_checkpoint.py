@@ -1,10 +1,31 @@
+import importlib.util
+import json
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.errors import UserError
-from jaxlm.training.checkpoint import Checkpoints
+from jaxlm.config import CheckpointConfig, Config, to_yaml
+from jaxlm.errors import Failure, UserError
+from jaxlm.files import Lock, size_text
+from jaxlm.training import checkpoint
+from jaxlm.training.checkpoint import Checkpoints, checkpoint_bytes
+from jaxlm.training.manifest import (
+    MANIFEST,
+    DamagedManifestError,
+    Manifest,
+    inspect,
+    read_manifest,
+    retained,
+)
 from jaxlm.training.metrics import RunLog, read_records
 from jaxlm.training.state import TrainState
 
@@ -19,7 +40,7 @@ def state_of(value: float) -> TrainState:
 def save_all(directory, losses: dict, keep=2):
     with Checkpoints(directory, keep) as checkpoints:
         for update, loss in losses.items():
-            checkpoints.save(update, state_of(update), {"update": update}, loss)
+            checkpoints.save(update, state_of(update), {"update": update}, 10 * update, loss)
     with Checkpoints(directory, keep) as checkpoints:
         return checkpoints.updates
 
@@ -37,9 +58,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 def test_state_and_metadata_come_back(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         state = state_of(7)
-        checkpoints.save(7, state, {"tokens": 2**31 + 7, "data": {"next_index": 3}}, None)
+        checkpoints.save(7, state, {"tokens": 2**31 + 7, "data": {"next_index": 3}}, 70, None)
         jax.tree.map(lambda x: x.delete(), state)  # as a donating step would
-        checkpoints.save(7, state_of(8), {}, None)  # there already: nothing happens
+        checkpoints.save(7, state_of(8), {}, 80, None)  # there already: nothing happens
     with Checkpoints(tmp_path / "c") as checkpoints:
         assert checkpoints.latest == 7
         assert checkpoints.metadata(7) == {"tokens": 2**31 + 7, "data": {"next_index": 3}}
@@ -55,12 +76,12 @@ def test_state_and_metadata_come_back(tmp_path):
 
 def test_another_shape_is_refused_not_cut_or_padded(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
-        checkpoints.save(1, state_of(1), {}, None)
+        checkpoints.save(1, state_of(1), {}, 10, None)
     for shape in ((3, 3), (5, 3), (4, 4)):
         target = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
         with (
             Checkpoints(tmp_path / "c") as checkpoints,
-            pytest.raises(RuntimeError, match=r"c/1: .* shape"),
+            pytest.raises(Failure, match=r"c/1: .* shape"),
         ):
             checkpoints.restore_params(1, target, PLACE)
 
@@ -69,7 +90,7 @@ def test_a_reader_leaves_a_pending_save_alone(tmp_path):
     big = {"w": jnp.ones((2000, 2000))}
     state = TrainState(jnp.int32(0), big, (jnp.int32(0),))
     with Checkpoints(tmp_path / "c") as checkpoints:
-        checkpoints.save(1, state, {}, None)
+        checkpoints.save(1, state, {}, 10, None)
         with Checkpoints(tmp_path / "c", read_only=True) as reader:
             assert reader.updates in ([], [1])
     with Checkpoints(tmp_path / "c", read_only=True) as reader:
@@ -83,7 +104,7 @@ def test_what_is_not_there_is_named(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         with pytest.raises(UserError, match="no checkpoint; there: none"):
             checkpoints.find(None)
-        checkpoints.save(4, state_of(4), {}, None)
+        checkpoints.save(4, state_of(4), {}, 10, None)
         checkpoints.wait()
         with pytest.raises(UserError, match="no checkpoint of update 5; there: 4"):
             checkpoints.find(5)
@@ -114,3 +135,437 @@ def test_records_that_should_be_there_are_missed(tmp_path):
     with pytest.raises(UserError, match=r"metrics\.jsonl: holds the records of 1 of the 3 updates"):
         RunLog(tmp_path, 3, tensorboard=False)
     assert len(read_records(tmp_path / "metrics.jsonl")) == 1
+
+
+# ------------------------------------------------------------------------------------ retention
+
+
+def manifest_of(update: int, loss: float | None = None, tokens: int = 0) -> Manifest:
+    return Manifest(update, tokens, loss, 0.0, {})
+
+
+def kept(losses: list, keep: int = 1) -> set[int]:
+    return retained([manifest_of(n + 1, loss) for n, loss in enumerate(losses)], keep, None)
+
+
+def test_retention_of_the_newest_and_the_best():
+    assert kept([1.0, 2.0, 3.0, 4.0, 5.0], keep=2) == {1, 4, 5}
+    assert kept([5.0, 4.0, 3.0]) == {3}
+    assert kept([2.0, 1.0, 1.0, 3.0]) == {3, 4}  # of equal ones the newest
+    assert kept([]) == set()
+    # By number: 1000 is newer than 999, whatever the order of names or of files.
+    manifests = [manifest_of(update) for update in (1000, 9, 999, 10)]
+    assert retained(manifests, 2, None) == {999, 1000}
+
+
+def test_some_are_kept_for_good_by_tokens():
+    """Saved every 40 tokens; one stays for each 100."""
+    manifests = [manifest_of(n, tokens=40 * n) for n in range(1, 11)]
+    assert retained(manifests, 1, 100) == {3, 5, 8, 10}
+    # What was removed in between does not move the marks.
+    assert retained([m for m in manifests if m.update in (3, 5, 8, 10)], 1, 100) == {3, 5, 8, 10}
+
+
+def test_losses_that_are_not_finite_are_never_the_best(tmp_path):
+    losses = {1: 1.0, 2: float("nan"), 3: 0.5, 4: float("nan"), 5: float("-inf"), 6: None}
+    assert save_all(tmp_path, losses, keep=2) == [3, 5, 6]
+
+
+def test_what_a_killed_process_left_is_removed_by_a_writer_alone(tmp_path):
+    save_all(tmp_path, {1: None})
+    left = ["2.saving", "2.saving.orbax-checkpoint-tmp", "0.deleting", "3.orbax-checkpoint-tmp-1"]
+    for name in [*left, "1.damaged", "notes"]:
+        (tmp_path / name / "params").mkdir(parents=True)
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.updates == [1]
+    assert len(list(tmp_path.iterdir())) == 7
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.updates == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "1.damaged", "notes"]
+
+
+# ------------------------------------------------------------------------------------ damage
+
+
+def files_of(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def flipped(content: bytes, at: int, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[at] ^= 1 << bit
+    return bytes(changed)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of random numbers, with all the kinds of files that there are."""
+    rng = np.random.default_rng(0)
+    state = TrainState(
+        jnp.int32(3),
+        {"w": jnp.asarray(rng.standard_normal((40, 30)), jnp.float32)},
+        ({"m": jnp.asarray(rng.standard_normal((40, 30)), jnp.float32)}, jnp.int32(3)),
+    )
+    with Checkpoints(tmp_path / "c", 9) as checkpoints:
+        checkpoints.save(3, state, {"tokens": 5}, 5, 1.5)
+    return tmp_path / "c" / "3"
+
+
+def test_every_flipped_bit_is_found(saved):
+    """200 in turn, over all files; and one in each byte of the manifest."""
+    rng = random.Random(0)
+    files = [path for path in files_of(saved) if path.stat().st_size]
+    assert {"_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", MANIFEST} <= {
+        path.name for path in files
+    }
+    assert inspect(saved).whole
+    for _ in range(200):
+        path = rng.choice(files)
+        content = path.read_bytes()
+        at = rng.randrange(len(content))
+        path.write_bytes(flipped(content, at, rng.randrange(8)))
+        (line,) = inspect(saved).damage
+        assert line.startswith(path.relative_to(saved).as_posix() + ": "), (path, at)
+        path.write_bytes(content)
+    assert inspect(saved).whole
+    content = (saved / MANIFEST).read_bytes()
+    for at in range(len(content)):
+        (saved / MANIFEST).write_bytes(flipped(content, at, rng.randrange(8)))
+        with pytest.raises(DamagedManifestError, match="is not what was written"):
+            read_manifest(saved)
+
+
+def test_cut_missing_and_additional_files_are_named(saved):
+    for path in files_of(saved):
+        name, content = path.relative_to(saved).as_posix(), path.read_bytes()
+        for size in {0, len(content) // 2, len(content) - 1} - {-1, len(content)}:
+            path.write_bytes(content[:size])
+            found = inspect(saved)
+            assert len(found.damage) == 1, name
+            if name != MANIFEST:
+                expected = f"{name}: {size:,} bytes, expected {len(content):,}"
+                assert found.damage == [expected]
+                assert inspect(saved, contents=False).damage == [expected]
+        path.unlink()
+        if name == MANIFEST:
+            assert inspect(saved).unverified
+        else:
+            assert inspect(saved).damage == [f"{name}: missing"]
+        path.write_bytes(content)
+    (saved / "params/d/more").touch()
+    assert inspect(saved).damage == ["params/d/more: does not belong here"]
+
+
+def damage_of(directory: Path, update: int, within: str = "params") -> Path:
+    """Flip a bit in the largest file of a checkpoint."""
+    path = max(
+        (directory / str(update) / within).rglob("d/*"), key=lambda path: path.stat().st_size
+    )
+    content = path.read_bytes()
+    path.write_bytes(flipped(content, len(content) // 2, 0))
+    return path
+
+
+def test_recovery_passes_over_damage_and_moves_it_aside(tmp_path, capsys):
+    c = tmp_path / "c"
+    save_all(c, {1: None, 2: None, 10: None}, keep=3)
+    (c / "10.damaged").mkdir()  # of another time
+    name = damage_of(c, 10).relative_to(c / "10").as_posix()
+    second = damage_of(c, 2, "optimizer").relative_to(c / "2").as_posix()
+    with Checkpoints(c, 3) as checkpoints:
+        assert checkpoints.recover(tmp_path / "recovery.jsonl") == 1
+        assert checkpoints.updates == [1]
+        checkpoints.restore(1, jax.eval_shape(lambda: state_of(0)), PLACE)
+    assert (c / "10.damaged-2" / name).is_file()
+    assert (c / "2.damaged" / second).is_file()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == (
+        f"warning: {c}/10: damaged ({name}: checksum differs); using update 1 instead; moved to "
+        f"{c}/10.damaged-2"
+    )
+    assert len(lines) == 2
+    entries = read_records(tmp_path / "recovery.jsonl")
+    assert [(e["damaged"], e["moved_to"], e["continued_from"]) for e in entries] == [
+        (10, "10.damaged-2", 1),
+        (2, "2.damaged", 1),
+    ]
+
+
+def test_nothing_whole_is_an_error_that_names_all(tmp_path):
+    c = tmp_path / "c"
+    save_all(c, {1: None, 2: None}, keep=3)
+    damage_of(c, 1)
+    damage_of(c, 2)
+    with (
+        Checkpoints(c) as checkpoints,
+        pytest.raises(
+            Failure, match=r"no checkpoint is whole: 2 \(params/\S+: checksum differs\), 1"
+        ),
+    ):
+        checkpoints.recover(tmp_path / "recovery.jsonl")
+    assert sorted(path.name for path in c.iterdir()) == ["1", "2"]
+    assert not (tmp_path / "recovery.jsonl").exists()
+
+
+def test_readers_pass_over_damage_and_touch_nothing(tmp_path, capsys):
+    save_all(tmp_path, {1: None, 2: None, 3: None}, keep=3)
+    damage_of(tmp_path, 3)
+    damage_of(tmp_path, 2, "optimizer")
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.find(None, params_only=True) == 2
+        assert "/3: damaged (params/" in capsys.readouterr().err
+        assert checkpoints.find(None) == 1
+        with pytest.raises(Failure, match=r"/3: damaged .*; other checkpoints: 1, 2"):
+            checkpoints.find(3)
+        assert checkpoints.updates == [1, 2, 3]
+
+
+def test_a_checkpoint_without_manifest_is_used_with_a_warning(tmp_path, capsys):
+    """One of before manifests; it is also left where it is by retention."""
+    save_all(tmp_path, {1: None})
+    (tmp_path / "1" / MANIFEST).unlink()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.recover(tmp_path / "recovery.jsonl") == 1
+        assert "/1: has no manifest.json" in capsys.readouterr().err
+        checkpoints.restore(1, jax.eval_shape(lambda: state_of(0)), PLACE)
+    assert save_all(tmp_path, {2: None, 3: None}, keep=1) == [1, 3]
+
+
+# ------------------------------------------------------------------------------------ no room
+
+
+def test_size_for_people():
+    sizes = (0, 999_499, 1_230_000, 45_600_000, 1.23e9, 456e9, 7.5e12)
+    texts = ["0 kB", "999 kB", "1.23 MB", "45.6 MB", "1.23 GB", "456 GB", "7.50 TB"]
+    assert [size_text(size) for size in sizes] == texts
+
+
+def test_the_size_of_a_checkpoint_is_known_before(saved):
+    """2 x 40 x 30 floats and 2 integers, 1 % and 1 MiB."""
+    state = TrainState(
+        jnp.int32(0), {"w": jnp.zeros((40, 30))}, ({"m": jnp.zeros((40, 30))}, jnp.int32(0))
+    )
+    assert checkpoint_bytes(state) == 9608 + 96 + 2**20
+    assert sum(path.stat().st_size for path in files_of(saved)) < checkpoint_bytes(state)
+
+
+def test_a_save_that_cannot_fit_is_refused_and_one_that_hardly_does_is_warned_of(
+    tmp_path, monkeypatch, capsys
+):
+    c = tmp_path / "c"
+    save_all(c, {1: None, 2: None}, keep=3)
+    usage = shutil.disk_usage(c)
+    needed = checkpoint_bytes(state_of(3))
+    assert capsys.readouterr().err == ""
+    with Checkpoints(c, 3) as checkpoints:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+        checkpoints.save(3, state_of(3), {}, 10, None)
+        assert "1.05 MB free; a checkpoint needs up to 1.05 MB" in capsys.readouterr().err
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+        with pytest.raises(
+            Failure,
+            match=r"c/4: not saved: no room; needs up to 1.05 MB, 1.05 MB free; .* continues from "
+            r"update 3",
+        ):
+            checkpoints.save(4, state_of(4), {}, 10, None)
+    assert sorted(path.name for path in c.iterdir()) == ["1", "2", "3"]
+    assert all(inspect(path).whole for path in c.iterdir())
+
+
+def big_state() -> TrainState:
+    numbers = np.random.default_rng(0).standard_normal((500, 1000)).astype(np.float32)
+    return TrainState(jnp.int32(1), {"w": jnp.asarray(numbers)}, (jnp.int32(1),))
+
+
+def test_a_save_that_fails_in_the_background_is_one_line(tmp_path, caplog):
+    """A limit on the size of files stands in for a full disk: the kernel refuses the write."""
+    c = tmp_path / "c"
+    save_all(c, {1: None}, keep=3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = r"c/2: not saved: File too large; needs up to \d.* free; .* continues from update 1"
+    with Checkpoints(c, 3) as checkpoints:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            checkpoints.save(2, big_state(), {}, 10, None)
+            with pytest.raises(Failure, match=message):
+                checkpoints.save(3, big_state(), {}, 10, None)
+            assert sorted(path.name for path in c.iterdir()) == ["1"]
+            checkpoints.save(2, big_state(), {}, 10, None)
+            with pytest.raises(Failure, match=message):
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert inspect(c / "1").whole
+        checkpoints.save(2, big_state(), {}, 10, None)  # there is room again
+    assert inspect(c / "2").whole
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(13, "Permission denied", "/x"),
+        ValueError(
+            "PERMISSION_DENIED: \"/x\": Failed to open: Permission denied [os_error_code='13']"
+        ),
+    ],
+)
+def test_what_the_system_says_is_said(tmp_path, monkeypatch, error):
+    def refuse(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", refuse)
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(Failure, match=r"/5: not saved: Permission denied; needs"),
+    ):
+        checkpoints.save(5, state_of(5), {}, 10, None)
+
+
+def test_mistakes_of_our_own_are_not_hidden(tmp_path, monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        save_all(tmp_path, {1: None})
+
+
+def test_a_folder_that_is_gone_or_another_one_is_not_saved_to(tmp_path):
+    """What an unmounted disk leaves: no folder, or the empty one below it."""
+    c = tmp_path / "c"
+    with Checkpoints(c) as checkpoints:
+        checkpoints.save(1, state_of(1), {}, 10, None)
+        checkpoints.wait()
+        c.rename(tmp_path / "elsewhere")
+        for _ in range(2):
+            with pytest.raises(Failure, match=r"c: is no longer the folder .* update 2 is not"):
+                checkpoints.save(2, state_of(2), {}, 10, None)
+            c.mkdir(exist_ok=True)
+        assert list(c.iterdir()) == []
+    assert inspect(tmp_path / "elsewhere" / "1").whole
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A mounted file system of 8 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)]
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount command")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting a small file system needs root: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("error")
+def test_a_real_disk_that_fills_up_or_turns_read_only(small_disk, monkeypatch):
+    def save(checkpoints):
+        checkpoints.save(2, big_state(), {}, 10, None)
+        checkpoints.wait()
+
+    c = small_disk / "c"
+    monkeypatch.setattr(checkpoint, "checkpoint_bytes", lambda _: 1000)  # it fills after the check
+    with Checkpoints(c, 3) as checkpoints:
+        checkpoints.save(1, big_state(), {}, 10, None)
+        checkpoints.wait()
+        for leave in (1_000_000, 40_000, 5000):
+            (small_disk / "filling").write_bytes(
+                b"\1" * (shutil.disk_usage(small_disk).free - leave)
+            )
+            with pytest.raises(Failure, match=r"c/2: not saved: No space left on device; needs"):
+                save(checkpoints)
+            (small_disk / "filling").unlink()
+            assert sorted(path.name for path in c.iterdir()) == ["1"]
+            assert inspect(c / "1").whole
+        remount = ["mount", "-o", "remount,ro", str(small_disk)]
+        subprocess.run(remount, check=True)
+        with pytest.raises(Failure, match=r"c/2: not saved: Read-only file system; needs"):
+            save(checkpoints)
+        subprocess.run([*remount[:2], "remount,rw", remount[-1]], check=True)
+        save(checkpoints)
+    assert inspect(c / "2").whole
+
+
+# ------------------------------------------------------------------------------------ the script
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Run scripts/checkpoints.py in this process."""
+    path = Path(__file__).parents[2] / "scripts/checkpoints.py"
+    spec = importlib.util.spec_from_file_location("checkpoints_script", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["checkpoints.py", *map(str, words)])
+        return module.main()
+
+    return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with five checkpoints, 2 the best."""
+    config = Config(checkpoint=CheckpointConfig(keep=3))
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    losses = {1: 3.0, 2: 1.0, 9: 2.0, 10: None, 11: None}
+    save_all(tmp_path / "checkpoints", losses, keep=5)
+    return tmp_path
+
+
+def test_list_and_verify(script, run, capsys):
+    assert script(run, "verify") == 0
+    assert script(run, "list") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"2 │ +20 │ +1\.0000 │ +\d kB │ +\d+ s │ +whole │ +best", printed)
+    assert re.search(r"10 │ +100 │ +- │", printed)
+    name = damage_of(run / "checkpoints", 10).relative_to(run / "checkpoints").as_posix()
+    (run / "checkpoints/9/manifest.json").unlink()
+    assert script(run, "list") == 0  # compares no contents
+    capsys.readouterr()
+    assert script(run, "verify") == 1
+    assert f"{name}: checksum differs" in capsys.readouterr().out
+    assert script(run, "verify", "--json") == 1
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["update"], row["state"]) for row in rows] == [
+        (1, "whole"),
+        (2, "whole"),
+        (9, "unverified"),
+        (10, "damaged"),
+        (11, "whole"),
+    ]
+    assert [row["best"] for row in rows] == [False, True, False, False, False]
+    assert (rows[1]["tokens"], rows[1]["validation_cross_entropy"]) == (20, 1.0)
+
+
+def updates_of(run: Path) -> list[int]:
+    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
+        return checkpoints.updates
+
+
+def test_prune(script, run, capsys):
+    assert script(run, "prune") == 0
+    assert "would remove" in capsys.readouterr().out
+    assert updates_of(run) == [1, 2, 9, 10, 11]
+    assert script(run, "prune", "--yes") == 0  # keeps 3 as the run would
+    assert updates_of(run) == [2, 9, 10, 11]
+    with Lock(run / "lock", ""), pytest.raises(UserError, match="is being trained"):
+        script(run, "prune", "--keep", 1, "--yes")
+    with pytest.raises(UserError, match="--keep 0: keep at least 1"):
+        script(run, "prune", "--keep", 0, "--yes")
+    assert script(run, "prune", "--keep", 1, "--yes") == 0
+    assert updates_of(run) == [2, 11]
+
+
+def test_prune_leaves_the_only_whole_checkpoint(script, run):
+    for update in (2, 11):
+        damage_of(run / "checkpoints", update)
+    with pytest.raises(Failure, match=r"that would stay \(2, 11\) is whole; nothing was removed"):
+        script(run, "prune", "--keep", 1, "--yes")
+    assert updates_of(run) == [1, 2, 9, 10, 11]

@@ -75,10 +75,10 @@ def signal_at(monkeypatch, signals: dict[int, signal.Signals]):
     pending = dict(signals)
     draw = loop.draw_depth
 
-    def draw_and_signal(config, seed, update):
+    def draw_and_signal(config, seed, update, mean):
         if update in pending:
             signal.raise_signal(pending.pop(update))
-        return draw(config, seed, update)
+        return draw(config, seed, update, mean)
 
     monkeypatch.setattr(loop, "draw_depth", draw_and_signal)
 
