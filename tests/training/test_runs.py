@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -33,7 +34,7 @@ from jaxlm.config import (
     to_yaml,
 )
 from jaxlm.errors import Failure, UserError
-from jaxlm.training import loop
+from jaxlm.training import loop, out_of_memory
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce, RecompilationError
 from jaxlm.training.loading import load_resolved, load_run
@@ -680,3 +681,51 @@ def test_signals_end_the_script_with_their_codes(random_data, tmp_path):
         assert "Traceback" not in output
         assert "Exception ignored" not in output
     assert f"Continuing {directory_of(config)} after update {before}" in output
+
+
+def test_out_of_memory_names_settings_and_the_planner(random_data, monkeypatch, capsys):
+    config = config_for(random_data)
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    def fail(self, *_, **__):
+        raise error
+
+    monkeypatch.setattr(CompileOnce, "__call__", fail)
+    with pytest.raises(Failure) as failure:
+        loop.train(config)
+    text = str(failure.value)
+    assert len(text.splitlines()) == 1
+    assert "the device ran out of memory. Settings that take less: training.micro_batch_rows=1" in (
+        text
+    )
+    assert f"plan_memory.py --config {directory_of(config) / 'config.yaml'} --suggest" in text
+    # On a card that the planner knows, its table comes first.
+    known = types.SimpleNamespace(device_kind="NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr(out_of_memory.jax, "devices", lambda: [known])
+    resolved = load_resolved(directory_of(config))
+    capsys.readouterr()
+    out_of_memory.explain_out_of_memory(resolved, directory_of(config))
+    assert "memory at the fullest point of an update" in capsys.readouterr().out
+
+
+def test_other_errors_of_the_runtime_stay_what_they_are(random_data, monkeypatch):
+    def fail(self, *_, **__):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(CompileOnce, "__call__", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        loop.train(config_for(random_data))
+
+
+def test_each_start_and_its_environment_are_written_down(random_data, monkeypatch):
+    config = config_for(random_data)
+    until(monkeypatch, 6)
+    assert loop.train(config) == 0
+    assert loop.train(config) == 0
+    starts = read_records(directory_of(config) / "starts.jsonl")
+    assert [start["update"] for start in starts] == [0, 6]
+    assert starts[0]["environment"]["versions"]["jax"] == jax.__version__
+    report = json.loads((directory_of(config) / "report.json").read_text())
+    assert report["goodput"]["starts"] == 2
+    shares = [report["goodput"]["goodput"], *report["goodput"]["shares"].values()]
+    assert sum(shares) == pytest.approx(1, abs=1e-3)
