@@ -62,7 +62,7 @@ from jaxlm.training.metrics import (
     RunLog,
     read_records,
 )
-from jaxlm.training.monitors import Alarm, Alarms, measure
+from jaxlm.training.monitors import TEXTS, Alarm, Alarms, measure
 from jaxlm.training.optimizer import describe_optimizer
 from jaxlm.training.out_of_memory import explain_out_of_memory, memory_line, ran_out_of_memory
 from jaxlm.training.profiling import (
@@ -672,13 +672,17 @@ class Run:
             alarms=read_records(self.directory / ALARMS),
             events=read_records(self.directory / EVENTS),
             goodput=goodput,
+            goodput_line=goodput_line(goodput),
         )
+        thresholds = {name: getattr(self.config.monitors, name) for name in TEXTS}
         written = write_report(
             self.directory,
             _finite(report),
             evaluations,
             read_records(self.directory / METRICS),
             read_records(self.directory / EVALUATIONS),
+            read_records(self.directory / MONITORS),
+            thresholds,
         )
         screen = console()
         screen.print(evaluation_table(evaluations, f"Validation of {self.config.run.name}"))

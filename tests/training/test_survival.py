@@ -161,7 +161,7 @@ def outcome(config: Config) -> dict:
         return {key: value for key, value in record.items() if key not in timed}
 
     report = json.loads((directory / "report.json").read_text())
-    del report["name"], report["goodput"], report["events"]
+    del report["name"], report["goodput"], report["goodput_line"], report["events"]
     report["evaluations"] = [untimed(record) for record in report["evaluations"]]
     return {
         "leaves": {
