@@ -649,6 +649,62 @@ class MonitorsConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class PreflightConfig:
+    """Trials before a long run and their thresholds (scripts/preflight.py, docs/preflight.md)."""
+
+    # Updates of each trial: one at the run's learning rate, one each at 0.1 and 10 times it.
+    updates: Annotated[int, Field(ge=8)] = 30
+    # Operations of a trial's update (forward and backward); larger runs are tried on fewer tokens
+    # and, where that is not enough, on a smaller model. null: 5e10 on a CPU, 2e14 elsewhere.
+    update_flops: Annotated[float, Field(gt=0.0)] | None = None
+    # Tokens of each split that are read to check ids and duplicates, from the first.
+    data_tokens: Positive = 50_000_000
+    # Decoded documents that are shown.
+    samples: Count = 2
+    # Share of training documents, of training rows, or of validation documents among the training
+    # ones, that may repeat an earlier one exactly.
+    duplicates: Fraction = 0.01
+    # Share of characters of decoded text that may be U+FFFD.
+    replacement_characters: Fraction = 0.01
+    # Share of tokens that encoding the decoded text must give again.
+    encoded_again: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    # Mean loss (nats) that two tiny documents must get below, and in how many epochs.
+    overfit_loss: Annotated[float, Field(gt=0.0)] = 0.1
+    # Updates on the two documents.
+    overfit_epochs: Positive = 60
+    # Relative difference between the loss in training and the same loss in NumPy.
+    loss_difference: Annotated[float, Field(gt=0.0)] = 1e-3
+    # Largest change of an output, relative to the largest output, when later tokens change.
+    causality: Rate = 1e-6
+    # Distance of the first loss from ln(vocabulary), nats.
+    initial_loss: Annotated[float, Field(gt=0.0)] = 0.25
+    # What the loss must fall by in the trial, nats.
+    loss_fall: Annotated[float, Field(gt=0.0)] = 0.2
+    # Largest share of time spent waiting for data.
+    data_wait: Fraction = 0.02
+    # Days that the run may take; null reports them only.
+    days: Annotated[float, Field(gt=0.0)] | None = None
+    # How far the loss at the mean depth may be above that at depth 1 (nats); recurrent models.
+    depth_order: Rate = 0.05
+    # The trial's fall of the loss must be this share of the best of the three rates.
+    rate_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    # Largest change of an update relative to the weights, of the trial's median update.
+    update_ratio_maximum: Annotated[float, Field(gt=0.0)] = 0.3
+    # Smallest such change.
+    update_ratio_minimum: Annotated[float, Field(gt=0.0)] = 1e-5
+    # Share of a finished run's updates that may have been skipped for a loss, gradient or change
+    # that was not finite.
+    skipped_updates: Fraction = 0.01
+
+    def __post_init__(self) -> None:
+        _require(
+            self.update_ratio_minimum < self.update_ratio_maximum,
+            f"update_ratio_minimum ({self.update_ratio_minimum:g}) must be below "
+            f"update_ratio_maximum ({self.update_ratio_maximum:g})",
+        )
+
+
+@dataclass(frozen=True, config=_STRICT)
 class LoggingConfig:
     """What is shown and recorded beside metrics.jsonl."""
 
@@ -676,6 +732,7 @@ class Config:
     control: ControlConfig = ControlConfig()
     rewind: RewindConfig = RewindConfig()
     profile: ProfileConfig = ProfileConfig()
+    preflight: PreflightConfig = PreflightConfig()
     logging: LoggingConfig = LoggingConfig()
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ FREE = (
     r"model\.(attention|remat)",
     r"loss\.chunk_tokens",
     r"training\.(micro_batch_rows|micro_batches|block_inputs|max_nonfinite_updates)",
-    r"(evaluation|checkpoint|monitors|logging|profile)\..*",
+    r"(evaluation|checkpoint|monitors|logging|profile|preflight)\..*",
 )
 # Another experiment from here on: allowed when asked for by name, and recorded in the run.
 ON_REQUEST = {

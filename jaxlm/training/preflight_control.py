@@ -1,0 +1,195 @@
+"""Whether the configured controllers act where they must, and only there, on made-up curves.
+
+Each controller is put alone into :class:`jaxlm.training.control.Control` and fed the records of a
+run that must make it act, and of one that must not, in the order in which a run would.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxlm.config import (
+    Config,
+    ControlConfig,
+    CurriculumConfig,
+    PlateauConfig,
+    RateByDepthConfig,
+    SpikeConfig,
+)
+from jaxlm.training.checks import Cause, Result, result, skipped
+from jaxlm.training.control import EVALUATION_FIELDS, UPDATE_FIELDS, Control, Decision, Settings
+
+# Noise of a made-up training loss, nats: that of an update of few tokens.
+_NOISE = 0.1
+# A spike, nats.
+_JUMP = 1.0
+# Updates that a made-up run takes at most where a controller's own time is longer.
+_LONGEST = 5000
+
+
+def _alone(config: Config, number: int) -> Config:
+    control = ControlConfig(controllers=(config.control.controllers[number],))
+    return dataclasses.replace(config, control=control)
+
+
+def _run(
+    config: Config,
+    updates: int,
+    loss: Callable[[int], float | None],
+    validation: Callable[[int], float] | None = None,
+    depth: Callable[[float], int] = round,
+) -> tuple[list[Settings], list[Decision]]:
+    """What a controller does over a made-up run; half-way through it is saved and restored."""
+    control, every = Control(config), config.evaluation.every
+    settings: list[Settings] = []
+    for update in range(updates):
+        if update == updates // 2:
+            stored = control.state()
+            control = Control(config)
+            control.restore(stored)
+        if validation is not None and update and update % every == 0:
+            figures: dict[str, Any] = dict.fromkeys(EVALUATION_FIELDS)
+            figures |= {"update": update, "cross_entropy": validation(update // every - 1)}
+            control.read_evaluation(figures)
+        settings.append(control.decide(update, depth))
+        record: dict[str, Any] = dict.fromkeys(UPDATE_FIELDS)
+        control.read_update({**record, "update": update, "loss": loss(update)})
+    return settings, [decision for one in settings for decision in one.decisions]
+
+
+def _falling(update: int) -> float:
+    """A healthy training loss: from 10 down to 3, with noise."""
+    noise = np.random.Generator(np.random.Philox(key=update)).normal()
+    return 3.0 + 7.0 * math.exp(-update / 200) + _NOISE * float(noise)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What the curves say about one controller; each list holds what is wrong."""
+
+    acted: str
+    too_dull: list[str]
+    too_keen: list[str]
+
+
+def _plateau(config: Config, settings: PlateauConfig) -> _Found:
+    passes = settings.patience + 2
+    updates = passes * config.evaluation.every + 1
+    flat, made = _run(config, updates, _falling, lambda _: 4.0)
+    due = (settings.patience + 1) * config.evaluation.every
+    dull, keen = [], []
+    if [d.update for d in made[:1]] != [due]:
+        dull.append(f"a loss that stands still for {settings.patience} passes does not lower it")
+    elif not math.isclose(flat[-1].rate_multiplier, max(settings.factor, settings.minimum)):
+        dull.append(f"it falls to {flat[-1].rate_multiplier:g} instead of {settings.factor:g}")
+    _, made = _run(config, updates, _falling, lambda i: 9.0 - i * (2 * settings.improvement + 1e-3))
+    if made:
+        keen.append(f"a loss that falls by {2 * settings.improvement + 1e-3:g} a pass lowers it")
+    horizon = config.training.updates
+    if horizon is not None and due > horizon:
+        dull.append(f"it cannot act before update {due:,}; the run has {horizon:,}")
+    return _Found(f"fell after {settings.patience} flat passes", dull, keen)
+
+
+def _spike(config: Config, settings: SpikeConfig) -> _Found:
+    # By then the made-up loss is level, and its window full.
+    jump = max(1200, min(settings.window + 10, _LONGEST))
+    lasts = min(settings.updates, _LONGEST)
+    made, decisions = _run(
+        config, jump + lasts + 6, lambda u: _falling(u) + (_JUMP if u == jump else 0.0)
+    )
+    low = {u for u, one in enumerate(made) if one.rate_multiplier < 1}
+    dull, keen = [], []
+    if not set(range(jump + 2, jump + 2 + lasts)) <= low:
+        dull.append(f"a jump of {_JUMP:g} nats in a level loss does not lower the rate")
+    _, decisions = _run(config, jump + 10 * settings.window, _falling)
+    if decisions:
+        keen.append(
+            f"noise of {_NOISE:g} nats alone lowers the rate {-(-len(decisions) // 2):,} times in "
+            f"{jump + 10 * settings.window:,} updates"
+        )
+    horizon = config.training.updates
+    if horizon is not None and settings.window >= horizon:
+        dull.append(f"its window ({settings.window:,}) is as long as the run ({horizon:,})")
+    return _Found(f"low for {len(low)} updates after a jump", dull, keen)
+
+
+def _curriculum(config: Config, settings: CurriculumConfig) -> _Found:
+    depth, field = config.depth, settings.quantity
+    updates = min(settings.updates, _LONGEST)
+    made, _ = _run(config, updates + 20, _falling)
+    values = [float(getattr(one, field)) for one in made]
+    # As `decide` has it: the gradient depth is never above the depth that was drawn.
+    start, end = (depth.minimum, depth.mean) if field == "mean_depth" else (1, depth.max_backprop)
+    end = min(end, round(depth.mean)) if field == "backprop_depth" else end
+    dull, keen = [], []
+    if values[0] != start or (settings.updates <= _LONGEST and values[updates] != end):
+        dull.append(f"{field} goes from {values[0]:g} to {values[-1]:g}, not {start:g} to {end:g}")
+    if any(later < earlier for earlier, later in itertools.pairwise(values)):
+        keen.append(f"{field} falls again on the way")
+    if settings.updates <= _LONGEST and len(set(values[updates:])) > 1:
+        keen.append(f"{field} still changes after {settings.updates:,} updates")
+    horizon = config.training.updates
+    if horizon is not None and settings.updates > horizon:
+        dull.append(f"it takes {settings.updates:,} updates; the run has {horizon:,}")
+    return _Found(f"{field} {values[0]:g} to {values[-1]:g}", dull, keen)
+
+
+def _rate_by_depth(config: Config, settings: RateByDepthConfig) -> _Found:
+    mean, dull, keen = config.depth.mean, [], []
+    other = config.depth.maximum if config.depth.maximum != mean else config.depth.minimum
+    made, _ = _run(config, 2, _falling, depth=lambda _: other)
+    wanted = (mean / other) ** settings.power
+    if other == mean:
+        dull.append("the depth never differs from its mean, so it never acts")
+    elif not math.isclose(made[0].rate_multiplier, wanted, rel_tol=1e-6):
+        dull.append(f"depth {other} gives {made[0].rate_multiplier:g}, not {wanted:g}")
+    if float(mean).is_integer():
+        made, _ = _run(config, 2, _falling, depth=lambda _: int(mean))
+        if made[0].rate_multiplier != 1:
+            keen.append(f"the mean depth gives {made[0].rate_multiplier:g}, not 1")
+    return _Found(f"{wanted:.3g} at depth {other}", dull, keen)
+
+
+def check_control(config: Config) -> Result:
+    """Every configured controller acts on a curve that asks for it, and not on one that does not.
+
+    Args:
+        config: with `training.updates` resolved.
+    """
+    name, found = "control", []
+    if not config.control.controllers:
+        return skipped(name, "no controllers are configured")
+    for number, settings in enumerate(config.control.controllers):
+        one = _alone(config, number)
+        label = f"{settings.kind}[{number}]"
+        if isinstance(settings, PlateauConfig):
+            found.append((label, _plateau(one, settings)))
+        elif isinstance(settings, SpikeConfig):
+            found.append((label, _spike(one, settings)))
+        elif isinstance(settings, CurriculumConfig):
+            found.append((label, _curriculum(one, settings)))
+        else:
+            found.append((label, _rate_by_depth(one, settings)))
+    causes = []
+    for label, what in found:
+        causes += [
+            Cause(f"control_dull:{label}", f"{label} does not act: {why}", 0.9)
+            for why in what.too_dull
+        ]
+        causes += [
+            Cause(f"control_keen:{label}", f"{label} acts without need: {why}", 0.9)
+            for why in what.too_keen
+        ]
+    return result(
+        name,
+        not causes,
+        "; ".join(f"{label} {what.acted}" for label, what in found),
+        "act where they must, not elsewhere",
+        causes,
+        "control.controllers in the configuration; docs/control.md",
+    )
