@@ -178,7 +178,7 @@ def check_control(config: Config) -> Result:
     causes = []
     for label, what in found:
         causes += [
-            Cause(f"control_dull:{label}", f"{label} does not act: {why}", 0.9)
+            Cause(f"control_dull:{label}", f"{label} does not do its part: {why}", 0.9)
             for why in what.too_dull
         ]
         causes += [
