@@ -242,9 +242,7 @@ class Preflight:
                 blocks = read_records(run.directory / BLOCKS)
                 records += _make(run, self.settings.updates - _RESUMED)
                 after = fingerprints(run.state.params)
-                return Trial(
-                    records, before, after, halfway, norm, self._by_depth(run), blocks
-                )
+                return Trial(records, before, after, halfway, norm, self._by_depth(run), blocks)
             finally:
                 run.close()
 
@@ -361,16 +359,16 @@ class Preflight:
 
     @functools.cached_property
     def hidden(self) -> Callable[..., np.ndarray]:
-        """The model as training calls it: rows [B, T + 1] and a depth to hidden states [B, T, D]."""
+        """The model as training calls it: from rows [B, T + 1] and a depth to [B, T, D]."""
         spec = self.small_spec
 
         @jax.jit
         def of(params: Params, window: dict[str, Array], keys: Array, depth: Array, k: Array):
             model = apply(spec.model, params)
-            inputs = [window[name][:, :-1] for name in ("tokens", "segment_ids", "positions")]
             return model(
-                inputs[0].astype(jnp.int32),
-                *inputs[1:],
+                window["tokens"][:, :-1].astype(jnp.int32),
+                window["segment_ids"][:, :-1],
+                window["positions"][:, :-1],
                 keys,
                 train=True,
                 depth=depth,
@@ -459,11 +457,11 @@ def _train(
         window = jax.device_put(windows[update], place)
         depth = draw_depth(config.depth, spec.seed, update) if spec.model.kind == "recurrent" else 0
         k = config.depth.backprop_depth(depth)
-        arguments = (*map(functools.partial(jnp.asarray, dtype=jnp.int32), (depth, k)),)
         state, metrics = once(
             state,
             window,
-            *arguments,
+            jnp.asarray(depth, jnp.int32),
+            jnp.asarray(k, jnp.int32),
             jnp.asarray(factor, jnp.float32),
             variant=window["tokens"].shape[-1] - 1,
         )
@@ -760,7 +758,7 @@ def connected(of: Preflight) -> Result:
 
 
 def gradients(of: Preflight) -> Result:
-    """Every parameter gets a finite gradient; one that is zero is told apart from a detached one."""
+    """Every parameter gets a finite gradient; zero is told apart from detached."""
     probe = of.probe
 
     def marked(kind: dict[str, list[bool]], wanted: bool) -> list[str]:
@@ -1158,7 +1156,11 @@ def resume(of: Preflight) -> Result:
         name,
         not (moved or began or ended or wrong),
         f"{_INTERRUPTED} + {_RESUMED - _INTERRUPTED} updates "
-        + (f"differ from {_RESUMED} in {len(ended)} arrays" if ended else f"equal {_RESUMED}"),
+        + (
+            f"differ from {_RESUMED}: {len(ended)} arrays, {len(wrong)} of {len(records)} records"
+            if moved or began or ended or wrong
+            else f"equal {_RESUMED}"
+        ),
         "bit for bit",
         causes,
         look,
@@ -1302,4 +1304,3 @@ def run_checks(
             found.append(of.result(check.name))
             advance(1, check.name)
     return found
-

@@ -232,7 +232,7 @@ def check_targets(config: Config, data: DataDirectory, windows: Windows) -> Resu
         _Reference(Split(source, "train"), config.data) for source in directories or [data]
     ]
     first_ids = np.cumsum([0, *[reference.blocks for reference in references]])
-    wrong = dict.fromkeys(("tokens", "segments", "positions", "mask"), 0)
+    wrong: dict[str, int] = dict.fromkeys(("tokens", "segments", "positions", "mask"), 0)
     rows = shifted = merged = padded = edges = 0
     for window in _first_windows(windows):
         for row in _rows(window):
