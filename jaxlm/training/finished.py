@@ -299,7 +299,8 @@ def monitors(of: FinishedRun) -> Result:
     ]
     if sorted(standing) != sorted(logged) and not of.since:
         text = f"alarms.jsonl leaves {listed(logged) or 'none'} standing, the figures "
-        causes.append(Cause("alarms", text + (listed(standing) or "none"), 0.8))
+        text += f"{listed(standing) or 'none'} (was monitors.window changed on the way?)"
+        causes.append(Cause("alarms", text, 0.8))
     raised = sum(alarm["event"] == "raised" for alarm in of.alarms)
     return result(
         name,
@@ -392,6 +393,9 @@ def loss_falls(of: FinishedRun) -> Result:
         change = statistics.median(r["update_norm"] or 0.0 for r in of.metrics)
         text = f"the median update changes the weights by a norm of {change:.2g}: a rate too low"
         causes.append(Cause("rate_low", text, 0.5 if change < 1e-3 else 0.1))
+        tokens = of.metrics[-1]["tokens"]
+        text = f"{tokens:,} target tokens are too few, or the data is without order"
+        causes.append(Cause("too_short", text, 0.2))
     if rose > limit:
         at = parts.index(min(parts)) * tenth
         text = f"the loss was {rose:.2f} lower about update {at}: it diverged, the rate is too high"

@@ -230,6 +230,11 @@ class Preflight:
         return trial_config(self.trial_scaled, directory, epochs)
 
     @functools.cached_property
+    def windows_of_trial(self) -> Windows:
+        """The windows that the trial reads."""
+        return self._windows(self.in_trial("unused"))
+
+    @functools.cached_property
     def trial(self) -> Trial:
         """Some updates through the loop that makes the run."""
         with self._directory() as directory:
@@ -316,7 +321,7 @@ class Preflight:
         return _train(
             step_spec(config, self.vocabulary, self.settings.updates),
             config,
-            self._windows(config),
+            self.windows_of_trial,
             self.settings.updates,
             factor,
         )
@@ -635,74 +640,89 @@ def tokenizer(of: Preflight) -> Result:
 
 
 def _reference(probe: Probe, shift: int, across: bool, padding: bool) -> tuple[float, int]:
-    """Cross-entropy of the probe in NumPy: sum and number of targets.
+    """Cross-entropy of the probe in NumPy: its mean, and the number of targets.
 
     Args:
         probe: rows and log probabilities.
-        shift: how many tokens ahead the target is; 1 is right.
+        shift: how many tokens ahead the target is; 1 is right. The mask stays that of 1.
         across: also targets of another document.
         padding: also padding.
     """
     tokens, segments = probe.window["tokens"], probe.window["segment_ids"]
-    length = tokens.shape[1] - 1
-    t = np.arange(length)[(np.arange(length) + shift) <= length]
-    target, segment = tokens[:, t + shift], segments[:, t + shift]
-    mask = np.ones(target.shape, bool)
+    t = np.arange(tokens.shape[1] - max(shift, 1))
+    mask = np.ones((len(tokens), len(t)), bool)
     if not across:
-        mask &= segment == segments[:, t]
+        mask &= segments[:, t + 1] == segments[:, t]
     if not padding:
-        mask &= segment > 0
-    taken = np.take_along_axis(
-        probe.log_probability[:, t], target[..., None].astype(np.int64), axis=-1
-    )[..., 0]
-    return float(-taken[mask].sum()), int(mask.sum())
+        mask &= segments[:, t + 1] > 0
+    target = tokens[:, t + shift, None].astype(np.int64)
+    taken = np.take_along_axis(probe.log_probability[:, t], target, axis=-1)[..., 0]
+    return float(-taken[mask].mean()), int(mask.sum())
+
+
+# What a wrong loss may be instead: shift, across, padding; cause and description.
+_WRONG_LOSSES = {
+    (2, False, False): ("labels_shifted", "the token after the next were the target"),
+    (0, False, False): ("labels_shifted", "each token were its own target"),
+    (1, True, False): ("mask_ignored", "targets of the next document carried loss"),
+    (1, False, True): ("mask_ignored", "padding carried loss"),
+    (1, True, True): ("mask_ignored", "padding and targets of the next document carried loss"),
+}
+# A shifted loss differs from its model at the ends of rows.
+_SHIFTED_DIFFERENCE = 0.01
+
+
+def _loss_causes(probe: Probe, limit: float) -> list[Cause]:
+    """What the loss is, where it is not what it should be."""
+    found, causes = probe.cross_entropy / max(probe.target_tokens, 1.0), []
+    for (shift, across, padding), (key, what) in _WRONG_LOSSES.items():
+        other, count = _reference(probe, shift, across, padding)
+        distance = abs(found - other) / other
+        if shift == 1:
+            alike = distance <= limit and count == probe.target_tokens
+            weight = 0.97
+        else:
+            alike = distance <= _SHIFTED_DIFFERENCE
+            weight = 0.97 - 10 * distance
+        if alike:
+            text = f"the loss, {found:.4f}, is what it would be if {what}: {other:.4f}"
+            causes.append(Cause(key, text, weight))
+    return causes
 
 
 def loss_value(of: Preflight) -> Result:
     """Training's loss is the cross-entropy of the next token of the same document."""
-    probe = of.probe
+    probe, limit = of.probe, of.settings.loss_difference
     wanted, count = _reference(probe, 1, across=False, padding=False)
-    found = probe.cross_entropy
+    found = probe.cross_entropy / max(probe.target_tokens, 1.0)
     relative = abs(found - wanted) / wanted if math.isfinite(found) else math.inf
-    first = of.trial.records[0]
-    window = of._windows(of.in_trial("unused"))[0]
-    segments = window["segment_ids"]
+    first = of.trial.records[0]["tokens"]
+    segments = of.windows_of_trial[0]["segment_ids"]
     expected = int(np.sum((segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] > 0)))
-    limit = of.settings.loss_difference
-    passed = relative <= limit and probe.target_tokens == count and first["tokens"] == expected
-    causes = []
-    others = {
-        (2, False, False): ("labels_shifted", "the token after the next is the target"),
-        (0, False, False): ("labels_shifted", "each token is its own target"),
-        (1, True, False): ("mask_ignored", "targets of the next document carry loss"),
-        (1, False, True): ("mask_ignored", "padding carries loss"),
-        (1, True, True): ("mask_ignored", "padding and targets of the next document carry loss"),
-    }
-    for (shift, across, padding), (key, what) in others.items():
-        other, others_count = _reference(probe, shift, across, padding)
-        # A loss that shifts may keep the mask of the right targets: then means are what compare.
-        mean = abs(found / max(probe.target_tokens, 1) - other / others_count)
-        near = abs(found - other) <= limit * other and others_count == probe.target_tokens
-        if near or (shift != 1 and mean <= 0.02 * other / others_count and relative > limit):
-            causes.append(Cause(key, f"the loss is what it would be if {what}", 0.97))
-    if not causes and probe.target_tokens != count:
-        text = f"{probe.target_tokens:.0f} positions carry loss where {count} have a target"
-        causes.append(Cause("mask_ignored", text, 0.9))
-    if first["tokens"] != expected:
-        text = f"the first update counted {first['tokens']:,} targets where {expected:,} are"
-        causes.append(Cause("mask_ignored", text, 0.9))
-    causes.append(
-        Cause("loss_code", "the loss in training is not the cross-entropy of its own logits", 0.3)
-    )
+    passed = relative <= limit and probe.target_tokens == count and first == expected
+    causes: list[Cause] = []
+    if not passed:
+        causes += _loss_causes(probe, limit)
+        if not math.isfinite(found):
+            causes.append(Cause("nonfinite", "the loss is not finite", 0.9))
+        for number, right, where in (
+            (probe.target_tokens, count, "of the rows made here"),
+            (first, expected, "of the first update"),
+        ):
+            if number != right:
+                text = f"{number:,.0f} positions {where} carry loss where {right:,} have a target"
+                causes.append(Cause("mask_ignored" if number > right else "mask_lost", text, 0.9))
+        text = f"the loss in training is {found:.4f}, the cross-entropy of its logits {wanted:.4f}"
+        causes.append(Cause("loss_code", text, 0.3))
     return result(
         "loss_value",
         passed,
         f"{relative:.1e} from NumPy's; {probe.target_tokens:.0f} of {count} and "
-        f"{first['tokens']:,} of {expected:,} targets",
+        f"{first:,} of {expected:,} targets",
         f"<= {limit:g}, all",
         causes,
         "`loss_sums` in jaxlm/training/step.py: tokens[:, 1:] and target_mask",
-        relative_difference=relative,
+        relative_difference=relative if math.isfinite(relative) else None,
         targets=probe.target_tokens,
         expected_targets=count,
     )
@@ -1199,8 +1219,7 @@ def data_wait(of: Preflight) -> Result:
 
 def _reading_seconds(of: Preflight) -> float:
     """Median seconds to make a window on the host."""
-    windows = of._windows(of.in_trial("unused"))
-    seconds = []
+    windows, seconds = of.windows_of_trial, []
     for number in range(min(5, len(windows))):
         began = time.perf_counter()
         windows[number]
