@@ -60,7 +60,9 @@ from jaxlm.training.reach import reached
 from jaxlm.training.scaling import scaled, update_flops
 
 ROOT = Path(__file__).parents[2]
-WORDS = "the a old young king queen fool sees hears follows loves fears and never often with".split()
+WORDS = (
+    "the a old young king queen fool sees hears follows loves fears and never often with".split()
+)
 
 
 def document(seed: int) -> str:
@@ -459,3 +461,326 @@ def test_broken_code_is_named(name, data, monkeypatch, broken_code):
     breakage, cause, check = CODE[name]
     config = breakage(monkeypatch, config_for(data))
     judge(config, [check.name for check in CHECKS], cause, check)
+
+
+# ---------------------------------------------------------------- ranking
+
+
+def test_causes_of_several_checks_are_ranked_by_their_strongest_evidence():
+    found = [
+        result("one", False, "", "", [Cause("a", "weak a", 0.3), Cause("b", "b", 0.6)]),
+        result("two", False, "", "", [Cause("a", "strong a", 0.9), Cause("c", "c", 0.6)]),
+        result("three", False, "", "", [Cause("c", "c", 0.2)]),
+        result("four", True, "", "", [Cause("d", "of a pass", 1.0)]),
+    ]
+    assert [cause.key for cause in found[0].causes] == ["b", "a"]
+    assert [(cause.text, names) for cause, names in ranked(found)] == [
+        ("strong a", ["one", "two"]),
+        ("c", ["two", "three"]),  # as strong as b, and named twice
+        ("b", ["one"]),
+    ]
+
+
+def test_fall_is_from_the_first_loss_to_the_mean_of_the_last_quarter():
+    assert fall([5.0, 4.0, 3.5, 3.0, 2.0, 2.0, 1.0, 3.0]) == 5.0 - 2.0
+    assert fall([5.0, None, 3.5, 3.0, 2.0, 2.0, 1.0, 3.0]) == 3.0
+    assert fall([5.0, 4.0, 3.5, 3.0, 2.0, 2.0, None, 3.0]) == -np.inf
+
+
+# ---------------------------------------------------------------- traced programs
+
+
+def test_reached_tells_unused_blocked_and_single_layers_apart():
+    def of(p, x):
+        y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, p["stack"][:2])
+        y = jax.lax.cond(x[0] > 0, lambda: y, lambda: y + p["branch"])
+        y = jax.jit(lambda y: y + jax.lax.stop_gradient(p["frozen"]))(y)
+        y = jax.checkpoint(lambda y: y * p["gain"])(y)
+        return jnp.sum(y) + jnp.argmax(p["integer"]), p["unused"]
+
+    def loss(p, x):
+        return of(p, x)[0]
+
+    p = {
+        "stack": jnp.ones((3, 2, 2)),
+        **{name: jnp.ones(2) for name in ("branch", "frozen", "gain", "integer", "unused")},
+    }
+    used = reached(loss, p, jnp.ones(2))[0]
+    assert used["stack"].tolist() == [True, True, False]
+    assert {n for n in p if used[n].all()} == {"branch", "frozen", "gain", "integer"}
+    differentiated = reached(loss, p, jnp.ones(2), gradient=True)[0]
+    assert differentiated["stack"].tolist() == [True, True, False]
+    assert {n for n in p if differentiated[n].all()} == {"branch", "gain"}
+
+
+def test_reached_follows_what_a_loop_passes_on_between_iterations():
+    def by_scan(a, b, c):
+        # b reaches the first place after one iteration, c never.
+        shift = lambda s, _: ((s[0] + s[1], s[1], s[2] * 2), None)  # noqa: E731
+        return jax.lax.scan(shift, (a, b, c), None, length=3)[0][0]
+
+    def by_while(a, b, c):
+        body = lambda s: (s[0] + 1.0, s[1], s[2] * 2)  # noqa: E731
+        return jax.lax.while_loop(lambda s: s[0] < s[1], body, (a, b, c))[0]
+
+    for function in (by_scan, by_while):
+        live = [x.tolist() for x in reached(function, 1.0, 2.0, 3.0)]
+        assert live == [[True], [True], [False]], function
+
+
+# ---------------------------------------------------------------- controllers
+
+
+def controlled(*controllers, updates: int = 3000) -> Config:
+    return Config(
+        depth=DepthConfig(mean=6.0, maximum=12, backprop=4),
+        training=TrainingConfig(updates=updates),
+        evaluation=EvaluationConfig(every=100),
+        control=ControlConfig(controllers=controllers),
+    )
+
+
+def test_every_kind_of_controller_passes_with_its_defaults():
+    found = check_control(
+        controlled(
+            PlateauConfig(),
+            SpikeConfig(),
+            CurriculumConfig(),
+            CurriculumConfig(quantity="backprop_depth", shape="one_minus_sqrt"),
+            RateByDepthConfig(),
+        )
+    )
+    assert found.passed, found.causes
+    # (6 / 12) ** 0.5
+    assert "0.707 at depth 12" in found.figure
+
+
+@pytest.mark.parametrize(
+    "settings, key, text",
+    [
+        (SpikeConfig(deviations=1e6), "control_dull:spike[0]", "a jump of 1 nats"),
+        (SpikeConfig(deviations=2.0), "control_keen:spike[0]", "noise of 0.1 nats"),
+        (PlateauConfig(patience=40), "control_dull:plateau[0]", "before update 4,100"),
+        (CurriculumConfig(updates=4000), "control_dull:curriculum[0]", "the run has 3,000"),
+    ],
+)
+def test_thresholds_that_never_or_always_act_are_found(settings, key, text):
+    found = check_control(controlled(settings))
+    assert not found.passed
+    assert found.causes[0].key == key
+    assert text in found.causes[0].text
+
+
+# ---------------------------------------------------------------- scale and memory
+
+
+def test_presets_are_made_small_enough_and_say_how():
+    given = load([ROOT / "configs/recurrent_3b_rtx3090.yaml"])
+    config, notes = scaled(given, 5e10)
+    assert update_flops(config) <= 5e10 < update_flops(given)
+    assert config.model.width == 128
+    assert config.model.recurrent.core_layers == given.model.recurrent.core_layers
+    assert config.training.micro_batches == 2
+    assert config.optim == given.optim  # adafactor's rate is relative to the weights
+    assert f"{stored_parameters(given.model):,} -> {stored_parameters(config.model):,}" in notes[0]
+    assert "16 x 1 x 2,048 -> 2 x 1 x 128" in notes[1]
+    # With a GPU's speed the model stays, and fewer micro-batches of it are tried.
+    config, notes = scaled(given, 2e14)
+    assert config.model == given.model
+    assert len(notes) == 1
+
+
+def test_rates_of_adam_go_with_the_width():
+    given = load(
+        [ROOT / "configs/recurrent_3b_rtx3090_chain.yaml"],
+        ["optim.name=adamw_8bit", "optim.learning_rate=3e-4", "optim.half_life_tokens=null"],
+    )
+    config, notes = scaled(given, 5e10)
+    assert config.optim.learning_rate == pytest.approx(3e-4 * 3072 / 128)
+    assert any("learning rate: 0.0003 -> 0.0072" in note for note in notes)
+
+
+def test_memory_is_planned_for_a_named_device_and_pinned_memory_taken(data, monkeypatch):
+    pytest.importorskip("jax_cuda12_plugin")
+    of = Preflight(config_for(data), DEVICES["rtx3090"])
+    found = preflight.memory(of)
+    assert found.passed, found.causes
+    assert 0 < found.numbers["peak_bytes"] < found.numbers["budget_bytes"]
+    monkeypatch.setattr(preflight, "default_budget", lambda device: 1000)
+    found = preflight.memory(of)
+    assert not found.passed
+    assert found.causes[0].key == "memory"
+    assert "weights" in found.causes[0].text or "most of it is" in found.causes[0].text
+
+
+def test_pinned_memory_that_cannot_be_had_is_said(monkeypatch):
+    assert preflight._pin(0, 10) == []
+    assert preflight._pin(10**6, 10**7) == []
+    assert "over the host budget" in preflight._pin(10**7, 10**6)[0].text
+    monkeypatch.setattr(preflight, "_free_host_memory", lambda: 10**6)
+    assert "are free" in preflight._pin(10**6, 10**7)[0].text
+
+
+# ---------------------------------------------------------------- finished runs
+
+
+@pytest.fixture(scope="module")
+def finished_run(data) -> Path:
+    """A run with every kind of controller, monitors, and two passes over part of the data."""
+    config = config_for(
+        data,
+        run=RunConfig(name="finished", directory=str(data.parent / "runs"), seed=5),
+        monitors=MonitorsConfig(after_updates=10, window=10, depth_gain=None, core_ratio=None),
+        control=ControlConfig(
+            controllers=(
+                CurriculumConfig(updates=20),
+                RateByDepthConfig(),
+                PlateauConfig(patience=1, cooldown=0, improvement=0.5),
+                SpikeConfig(window=5, deviations=2.0, updates=3),
+            )
+        ),
+        preflight=PreflightConfig(data_wait=0.5),
+    )
+    assert loop.train(config) == 0
+    return data.parent / "runs" / "finished"
+
+
+def checks_of(directory: Path) -> dict[str, Result]:
+    names = [check.name for check in finished.CHECKS]
+    found = finished.run_checks(directory, names, lambda units, text: None)
+    return {one.name: one for one in found}
+
+
+def test_a_finished_run_passes(finished_run):
+    found = checks_of(finished_run)
+    failed = [one for one in found.values() if one.passed is False]
+    assert not failed
+    assert found["controllers"].numbers["decisions"] > 20
+    assert found["records"].numbers["updates"] == 40
+
+
+def edit(directory: Path, name: str, change: Callable[[list[dict]], list[dict] | None]) -> None:
+    path = directory / name
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = change(records) or records
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def set_in(name: str, number: int, **values):
+    return lambda directory: edit(directory, name, lambda rs: rs[number].update(values))
+
+
+def damage_checkpoint(directory: Path) -> None:
+    files = (directory / "checkpoints" / "40").rglob("*")
+    path = max((f for f in files if f.is_file()), key=lambda f: f.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def drop(name: str, number: int):
+    return lambda directory: edit(directory, name, lambda rs: rs[:number] + rs[number + 1 :])
+
+
+def raise_loss(directory: Path) -> None:
+    def change(records):
+        for record in records[30:]:
+            record["cross_entropy"] += 3.0
+
+    edit(directory, "metrics.jsonl", change)
+
+
+def raise_alarm(directory: Path) -> None:
+    """State growth beyond its threshold at the last passes, as an alarm that nobody cleared."""
+    edit(
+        directory,
+        "monitors.jsonl",
+        lambda rs: [{**r, "beyond": ["state_growth"] if i > 1 else []} for i, r in enumerate(rs)],
+    )
+    alarm = {"event": "raised", "update": 40, "since": 30, "monitor": "state_growth"}
+    alarm |= {"value": 9.0, "threshold": 4.0, "action": "warn", "text": "the state grows"}
+    (directory / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+
+
+FINISHED = {
+    "a record is missing": (drop("metrics.jsonl", 7), "records", "records"),
+    "tokens fall": (set_in("metrics.jsonl", 20, tokens=3), "records", "tokens"),
+    "a block comes twice": (
+        lambda d: edit(d, "blocks.jsonl", lambda rs: rs[9].update(blocks=rs[3]["blocks"])),
+        "blocks",
+        "repeated_blocks",
+    ),
+    "another rate": (set_in("metrics.jsonl", 25, learning_rate=1e-3), "rates", "schedule"),
+    "a decision is missing": (drop("decisions.jsonl", 3), "controllers", "decisions"),
+    "another depth": (set_in("metrics.jsonl", 12, depth=1000), "controllers", "decisions"),
+    "a damaged checkpoint": (damage_checkpoint, "checkpoint", "checkpoint_damaged"),
+    "the loss rose": (raise_loss, "loss_falls", "rate_high"),
+    "an alarm stands": (raise_alarm, "monitors", "alarm:state_growth"),
+    "skipped updates": (
+        set_in("metrics.jsonl", 5, loss=None, applied=False),
+        "skipped_updates",
+        "nonfinite",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FINISHED)
+def test_what_is_wrong_with_a_finished_run_is_named(name, finished_run, tmp_path):
+    breakage, check, cause = FINISHED[name]
+    directory = tmp_path / "run"
+    shutil.copytree(finished_run, directory)
+    breakage(directory)
+    of = finished.FinishedRun(directory)
+    found = next(c for c in finished.CHECKS if c.name == check).run(of)
+    assert found.passed is False
+    assert found.causes[0].key == cause, found.causes
+
+
+def test_a_directory_that_is_no_run_is_a_mistake(tmp_path):
+    with pytest.raises(UserError, match="not a run"):
+        finished.FinishedRun(tmp_path)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts/preflight.py"), *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+    )
+
+
+def test_the_command_writes_a_table_and_json_and_its_exit_code(data, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(repeated_documents(None, config_for(data))))
+    out = tmp_path / "result.json"
+    done = command(
+        "--config", str(path), "--only", "ids,duplicates", "--json", str(out), "run.name=x"
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Look first at: prepare.deduplicate" in done.stdout
+    assert "1 passed, 1 failed" in done.stdout
+    stored = json.loads(out.read_text())
+    assert [check["name"] for check in stored["checks"]] == ["ids", "duplicates"]
+    assert stored["causes"][0]["key"] == "duplicates"
+    # Each document comes three times: two of three repeat an earlier one.
+    assert stored["checks"][1]["numbers"]["documents"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "expected either --config FILE or --run DIR"),
+        (["--run", "runs/none"], "runs/none: not a run"),
+        (["--run", "runs/none", "--only", "speling"], "no check speling; one of records, blocks"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(words, message):
+    done = command(*words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
