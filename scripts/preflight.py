@@ -75,7 +75,7 @@ def table_of(results: Sequence[Result], notes: Sequence[str]) -> rich.table.Tabl
     table = rich.table.Table()
     table.add_column("check", no_wrap=True)
     table.add_column("result", no_wrap=True)
-    table.add_column("figure", ratio=3)
+    table.add_column("figure", ratio=5)
     table.add_column("threshold", ratio=2)
     for one in results:
         table.add_row(
@@ -88,7 +88,7 @@ def table_of(results: Sequence[Result], notes: Sequence[str]) -> rich.table.Tabl
         table.add_section()
         for note in notes:
             what, _, how = note.partition(": ")
-            table.add_row("scaled for", "the trial", rich.markup.escape(f"{what}: {how}"), "")
+            table.add_row("scaled", "", rich.markup.escape(f"{what}: {how}"), "")
     return table
 
 

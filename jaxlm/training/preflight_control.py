@@ -189,7 +189,7 @@ def check_control(config: Config) -> Result:
         name,
         not causes,
         "; ".join(f"{label} {what.acted}" for label, what in found),
-        "act where they must, not elsewhere",
+        "act where they must",
         causes,
         "control.controllers in the configuration; docs/control.md",
     )

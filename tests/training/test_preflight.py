@@ -1,6 +1,7 @@
 """Preflight: a healthy run passes; of each broken one the true cause is named first or second."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 import subprocess
@@ -28,8 +29,8 @@ from jaxlm.config import (
     MonitorsConfig,
     OptimConfig,
     PlateauConfig,
-    PrepareConfig,
     PreflightConfig,
+    PrepareConfig,
     RateByDepthConfig,
     RecurrentConfig,
     RunConfig,
@@ -51,18 +52,34 @@ from jaxlm.models.layers import GatedMLP
 from jaxlm.models.match import stored_parameters
 from jaxlm.models.recurrent import RecurrentDepthLM
 from jaxlm.models.stack import Stack
-from jaxlm.training import compilation, finished, loop, preflight, step
+from jaxlm.training import compilation, finished, loop, preflight_memory, step
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.checks import Cause, Result, ranked, result
-from jaxlm.training.preflight import CHECKS, Preflight, fall
+from jaxlm.training.preflight import CHECKS, Preflight
 from jaxlm.training.preflight_control import check_control
 from jaxlm.training.reach import reached
 from jaxlm.training.scaling import scaled, update_flops
+from jaxlm.training.trials import fall
 
 ROOT = Path(__file__).parents[2]
-WORDS = (
-    "the a old young king queen fool sees hears follows loves fears and never often with".split()
-)
+WORDS = [
+    "the",
+    "a",
+    "old",
+    "young",
+    "king",
+    "queen",
+    "fool",
+    "sees",
+    "hears",
+    "follows",
+    "loves",
+    "fears",
+    "and",
+    "never",
+    "often",
+    "with",
+]
 
 
 def document(seed: int) -> str:
@@ -393,7 +410,7 @@ def repeated_documents(monkeypatch, config):
         for split in ("train", "validation"):
             stream = source.stream(split)
             ends = [0, *stream.document_ends.tolist()]
-            for start, end in zip(ends[:-1], ends[1:], strict=True):
+            for start, end in itertools.pairwise(ends):
                 for _ in range(3 if split == "train" else 1):
                     writer.add(split, stream.read(start, end))
     data = dataclasses.replace(config.data, directory=str(target))
@@ -556,7 +573,7 @@ def test_every_kind_of_controller_passes_with_its_defaults():
 
 
 @pytest.mark.parametrize(
-    "settings, key, text",
+    ("settings", "key", "text"),
     [
         (SpikeConfig(deviations=1e6), "control_dull:spike[0]", "a jump of 1 nats"),
         (SpikeConfig(deviations=2.0), "control_keen:spike[0]", "noise of 0.1 nats"),
@@ -603,22 +620,22 @@ def test_rates_of_adam_go_with_the_width():
 def test_memory_is_planned_for_a_named_device_and_pinned_memory_taken(data, monkeypatch):
     pytest.importorskip("jax_cuda12_plugin")
     of = Preflight(config_for(data), DEVICES["rtx3090"])
-    found = preflight.memory(of)
+    found = of.result("memory")
     assert found.passed, found.causes
     assert 0 < found.numbers["peak_bytes"] < found.numbers["budget_bytes"]
-    monkeypatch.setattr(preflight, "default_budget", lambda device: 1000)
-    found = preflight.memory(of)
+    monkeypatch.setattr(preflight_memory, "default_budget", lambda device: 1000)
+    found = preflight_memory.memory(of)
     assert not found.passed
     assert found.causes[0].key == "memory"
     assert "weights" in found.causes[0].text or "most of it is" in found.causes[0].text
 
 
 def test_pinned_memory_that_cannot_be_had_is_said(monkeypatch):
-    assert preflight._pin(0, 10) == []
-    assert preflight._pin(10**6, 10**7) == []
-    assert "over the host budget" in preflight._pin(10**7, 10**6)[0].text
-    monkeypatch.setattr(preflight, "_free_host_memory", lambda: 10**6)
-    assert "are free" in preflight._pin(10**6, 10**7)[0].text
+    assert preflight_memory._pin(0, 10) == []
+    assert preflight_memory._pin(10**6, 10**7) == []
+    assert "over the host budget" in preflight_memory._pin(10**7, 10**6)[0].text
+    monkeypatch.setattr(preflight_memory, "_free_host_memory", lambda: 10**6)
+    assert "are free" in preflight_memory._pin(10**6, 10**7)[0].text
 
 
 # ---------------------------------------------------------------- finished runs
@@ -772,7 +789,7 @@ def test_the_command_writes_a_table_and_json_and_its_exit_code(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    ("words", "message"),
     [
         ([], "expected either --config FILE or --run DIR"),
         (["--run", "runs/none"], "runs/none: not a run"),
