@@ -112,7 +112,7 @@ def loss_value(of: Trials) -> Result:
         f"<= {limit:g}, all",
         causes,
         "`loss_sums` in jaxlm/training/step.py: tokens[:, 1:] and target_mask",
-        relative_difference=relative if math.isfinite(relative) else None,
+        relative_difference=relative,
         targets=probe.target_tokens,
         expected_targets=count,
     )
@@ -220,10 +220,16 @@ def causality(of: Trials) -> Result:
     mean = round(of.config.depth.mean)
     depths = sorted({1, mean, 2 * mean}) if of.recurrent else [1]
     worst = {"later tokens": 0.0, "another document": 0.0, "padding": 0.0}
+    limit = of.settings.causality
+    look = "`attention_mask` and the call of attention in jaxlm/models/layers.py"
     reacts = math.inf
     worst_depth = depths[0]
     for depth in depths:
         before, after = of.hidden(window, depth), of.hidden(other, depth)
+        if not (np.isfinite(before).all() and np.isfinite(after).all()):
+            text = f"outputs at depth {depth} are not finite"
+            cause = Cause("nonfinite", text, 0.9)
+            return result("causality", False, text, f"<= {limit:g}", [cause], look)
         difference = np.abs(after - before).max(axis=-1) / np.abs(before).max()
         found = {
             "later tokens": difference[0, :middle].max(),
@@ -235,7 +241,6 @@ def causality(of: Trials) -> Result:
         worst = {key: max(worst[key], float(found[key])) for key in worst}
         # Beyond the changed tokens themselves: the last one sees the others.
         reacts = min(reacts, float(difference[0, middle:].min()))
-    limit = of.settings.causality
     texts = {
         "later tokens": ("leak", "outputs change with later tokens: the causal mask is missing"),
         "another document": ("segments", "outputs change with another document of the row"),
@@ -255,7 +260,7 @@ def causality(of: Trials) -> Result:
         f"{largest:.1e} at depths {', '.join(map(str, depths))}",
         f"<= {limit:g}",
         causes,
-        "`attention_mask` and the call of attention in jaxlm/models/layers.py",
+        look,
         **{key.replace(" ", "_"): value for key, value in worst.items()},
     )
 
@@ -318,7 +323,7 @@ def overfit(of: Trials) -> Result:
         f"< {goal:g} in {epochs} epochs",
         causes,
         "optim.learning_rate; grad_norm and update_norm of the first updates",
-        start=start if math.isfinite(start) else None,
-        lowest=lowest if math.isfinite(lowest) else None,
+        start=start,
+        lowest=lowest,
         epochs=reached_at,
     )

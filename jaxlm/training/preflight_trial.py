@@ -50,7 +50,7 @@ def initial_loss(of: Trials) -> Result:
         f"within {limit:g}",
         causes,
         "`final_norm` and `Embedding` in jaxlm/models/layers.py; model.vocabulary_size",
-        loss=found if math.isfinite(found) else None,
+        loss=found,
         expected=wanted,
     )
 
@@ -77,7 +77,7 @@ def loss_falls(of: Trials) -> Result:
         f">= {limit:g}",
         causes,
         "learning_rate below; the samples of the data",
-        fall=fell if math.isfinite(fell) else None,
+        fall=fell,
     )
 
 
@@ -147,8 +147,8 @@ def depth_order(of: Trials) -> Result:
         f"not above by {limit:g}",
         causes,
         "relative_residual and state_norm of the monitors (docs/control.md); depth.backprop",
-        depth_1=one if math.isfinite(one) else None,
-        depth_mean=mean if math.isfinite(mean) else None,
+        depth_1=one,
+        depth_mean=mean,
     )
 
 
@@ -162,7 +162,10 @@ def learning_rate(of: Trials) -> Result:
     lowest, highest = settings.update_ratio_minimum, settings.update_ratio_maximum
     passed = share >= settings.rate_share and lowest <= ratio <= highest
     causes: list[Cause] = []
-    told = ", ".join(f"{fell:.2f} at {factor:g} x" for factor, fell in falls.items())
+    told = ", ".join(
+        f"{f'{fell:.2f}' if math.isfinite(fell) else 'not finite'} at {factor:g} x"
+        for factor, fell in falls.items()
+    )
     if not passed:
         causes += of.upstream("gradients")
         if ratio > highest:
@@ -186,8 +189,8 @@ def learning_rate(of: Trials) -> Result:
         f"{lowest:g} to {highest:g}; >= {settings.rate_share:.0%} of the best",
         causes,
         "optim.learning_rate; grad_norm and update_norm",
-        update_ratio=ratio if math.isfinite(ratio) else None,
-        falls={f"{k:g}": v if math.isfinite(v) else None for k, v in falls.items()},
+        update_ratio=ratio,
+        falls={f"{factor:g}": fell for factor, fell in falls.items()},
     )
 
 
@@ -314,9 +317,8 @@ def _step_seconds(of: Trials) -> float:
     """Median seconds of a trial's update."""
     tokens = np.diff([0, *[record["tokens"] for record in of.trial.records]])[WARM:]
     speeds = [record["tokens_per_second"] for record in of.trial.records[WARM:]]
-    return statistics.median(
-        float(count) / speed for count, speed in zip(tokens, speeds, strict=True) if speed
-    )
+    seconds = [float(n) / speed for n, speed in zip(tokens, speeds, strict=True) if speed]
+    return statistics.median(seconds) if seconds else math.nan
 
 
 def speed(of: Trials) -> Result:

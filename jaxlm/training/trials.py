@@ -403,8 +403,8 @@ class Trials:
         _, _, zero_again = jax.device_get(gradient(params, probe_window(self.vocabulary, seed=1)))
         zero = jax.tree.map(np.logical_and, zero, zero_again)
         hidden = self.hidden(window, int(depth))
-        table = (params["embedding"] if spec.model.tie_embeddings else params["output"])["table"]
-        logits = hidden @ np.asarray(table, np.float64).T
+        head = jax.jit(lambda p: apply(spec.model, p).head().astype(spec.model.compute_dtype))
+        logits = hidden @ np.asarray(head(params), np.float64).T
         return Probe(
             window,
             float(sums.cross_entropy),
