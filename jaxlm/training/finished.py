@@ -38,6 +38,7 @@ from jaxlm.training.metrics import (
 )
 from jaxlm.training.monitors import Alarms
 from jaxlm.training.optimizer import build_schedule
+from jaxlm.training.rewind import Rewinds
 from jaxlm.training.spec import step_spec
 from jaxlm.training.step import init_state
 
@@ -68,6 +69,7 @@ class FinishedRun:
         self.alarms = read_records(directory / ALARMS)
         self.blocks = read_records(directory / BLOCKS)
         # Settings before the last change of them are not known any more.
+        self.rewinds = Rewinds(directory)
         changes = read_records(directory / CHANGES)
         self.since: int = max((change["update"] for change in changes), default=0)
 
@@ -153,8 +155,9 @@ def blocks(of: FinishedRun) -> Result:
         for record in of.blocks:
             by_update.setdefault(record["update"], []).append(record["blocks"])
         numbers = np.unique(np.linspace(0, len(of.metrics) - 1, _WINDOWS).astype(int)).tolist()
-        for update in (u for u in numbers if u < len(of.windows)):
-            window = of.windows[update]["block"]
+        for update in numbers:
+            # A rewind may have passed over windows.
+            window = of.windows[of.rewinds.windows_before(update)]["block"]
             if [[b for b in ids if b >= 0] for ids in window.tolist()] != by_update.get(update):
                 wrong.append(update)
     if wrong:
@@ -231,6 +234,10 @@ def controllers(of: FinishedRun) -> Result:
         while left and left[0]["update"] <= update:
             control.read_evaluation(left.pop(0))
         settings = control.decide(update, functools.partial(draw, update))
+        factor = of.rewinds.rate(update)
+        if factor != 1.0:
+            multiplier = settings.rate_multiplier * factor
+            settings = dataclasses.replace(settings, rate_multiplier=multiplier)
         replayed += [dataclasses.asdict(decision) for decision in settings.decisions]
         for field in fields:
             if record[field] != getattr(settings, field):

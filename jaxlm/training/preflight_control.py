@@ -16,6 +16,7 @@ from jaxlm.config import (
     Config,
     ControlConfig,
     CurriculumConfig,
+    GradientNormConfig,
     PlateauConfig,
     RateByDepthConfig,
     SpikeConfig,
@@ -42,6 +43,7 @@ def _run(
     loss: Callable[[int], float | None],
     validation: Callable[[int], float] | None = None,
     depth: Callable[[float], int] = round,
+    norm: Callable[[int], float] = lambda update: 1.0,
 ) -> tuple[list[Settings], list[Decision]]:
     """What a controller does over a made-up run; half-way through it is saved and restored."""
     control, every = Control(config), config.evaluation.every
@@ -57,7 +59,8 @@ def _run(
             control.read_evaluation(figures)
         settings.append(control.decide(update, depth))
         record: dict[str, Any] = dict.fromkeys(UPDATE_FIELDS)
-        control.read_update({**record, "update": update, "loss": loss(update)})
+        record |= {"update": update, "loss": loss(update), "grad_norm": norm(update)}
+        control.read_update(record)
     return settings, [decision for one in settings for decision in one.decisions]
 
 
@@ -118,6 +121,29 @@ def _spike(config: Config, settings: SpikeConfig) -> _Found:
     return _Found(f"low for {len(low)} updates after a jump", dull, keen)
 
 
+def _gradient_norm(config: Config, settings: GradientNormConfig) -> _Found:
+    full = settings.usual + settings.recent
+
+    def noisy(update: int) -> float:
+        return _falling(update + 10_000) / 3.0  # about 1, with the noise of a level loss
+
+    def grown(update: int) -> float:
+        return noisy(update) * (1.5 * settings.begin if update >= full else 1.0)
+
+    updates = full + settings.recent + 4
+    made, _ = _run(config, updates, _falling, norm=grown)
+    _, decisions = _run(config, updates, _falling, norm=noisy)
+    dull, keen = [], []
+    if made[-1].rate_multiplier >= 1.0:
+        dull.append(f"gradients {1.5 * settings.begin:g} times as large do not lower the rate")
+    if decisions:
+        keen.append(f"noise of {_NOISE / 3:.1%} in the norm alone lowers the rate")
+    horizon = config.training.updates
+    if horizon is not None and full >= horizon:
+        dull.append(f"it judges after {full:,} updates; the run has {horizon:,}")
+    return _Found(f"{made[-1].rate_multiplier:.2g} after the norm grew", dull, keen)
+
+
 def _curriculum(config: Config, settings: CurriculumConfig) -> _Found:
     depth, field = config.depth, settings.quantity
     updates = min(settings.updates, _LONGEST)
@@ -171,6 +197,8 @@ def check_control(config: Config) -> Result:
             found.append((label, _plateau(one, settings)))
         elif isinstance(settings, SpikeConfig):
             found.append((label, _spike(one, settings)))
+        elif isinstance(settings, GradientNormConfig):
+            found.append((label, _gradient_norm(one, settings)))
         elif isinstance(settings, CurriculumConfig):
             found.append((label, _curriculum(one, settings)))
         else:

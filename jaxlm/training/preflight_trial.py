@@ -315,10 +315,7 @@ def _reading_seconds(of: Trials) -> float:
 
 def _step_seconds(of: Trials) -> float:
     """Median seconds of a trial's update."""
-    tokens = np.diff([0, *[record["tokens"] for record in of.trial.records]])[WARM:]
-    speeds = [record["tokens_per_second"] for record in of.trial.records[WARM:]]
-    seconds = [float(n) / speed for n, speed in zip(tokens, speeds, strict=True) if speed]
-    return statistics.median(seconds) if seconds else math.nan
+    return statistics.median(record["seconds"] for record in of.trial.records[WARM:])
 
 
 def speed(of: Trials) -> Result:

@@ -4,7 +4,14 @@ import dataclasses
 
 import jax
 
-from jaxlm.config import Config, ControlConfig, ModelConfig, RunConfig
+from jaxlm.config import (
+    Config,
+    ControlConfig,
+    ModelConfig,
+    ProfileConfig,
+    RewindConfig,
+    RunConfig,
+)
 from jaxlm.models.match import stored_parameters, training_flops
 
 # Shape of a model that stands for one too large to be tried, as in configs/small.yaml.
@@ -154,5 +161,7 @@ def trial_config(config: Config, directory: str, epochs: int) -> Config:
             config.training, updates=updates, max_nonfinite_updates=updates + 1
         ),
         control=ControlConfig(),
+        rewind=RewindConfig(),
+        profile=ProfileConfig(),
         logging=dataclasses.replace(config.logging, tensorboard=False),
     )

@@ -3,13 +3,15 @@
 Shape legend: B rows, T positions, D width, V vocabulary.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -223,7 +225,7 @@ class Trials:
     @functools.cached_property
     def trial(self) -> Trial:
         """Some updates through the loop that makes the run."""
-        with self._directory() as directory:
+        with self._directory() as directory, _quietly():
             run = loop.Run(self.in_trial(directory))
             try:
                 before = fingerprints(run.state.params)
@@ -261,7 +263,7 @@ class Trials:
     @functools.cached_property
     def restart(self) -> Restart:
         """The first updates of the trial again, with an interruption."""
-        with self._directory() as directory:
+        with self._directory() as directory, _quietly():
             config = self.in_trial(directory)
             run = loop.Run(config)
             try:
@@ -418,6 +420,13 @@ class Trials:
     def plan(self) -> Plan | None:
         """The planner's figures for the named device."""
         return None if self.device is None else plan_training(self.config, self.device)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep from the terminal what the loop says about a trial: checks say it."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
 def by_name(tree: Any) -> dict[str, list[bool]]:

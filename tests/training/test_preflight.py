@@ -24,6 +24,7 @@ from jaxlm.config import (
     DataConfig,
     DepthConfig,
     EvaluationConfig,
+    GradientNormConfig,
     LoggingConfig,
     ModelConfig,
     MonitorsConfig,
@@ -305,7 +306,7 @@ def drop_leaf(monkeypatch, config):
 def lose_data_position(monkeypatch, config):
     restore = loop.Run.restore
 
-    def forgetful(self, update, allow_changes=False):
+    def forgetful(self, update, allow_changes=()):
         state = restore(self, update, allow_changes)
         self.iterator.set_state({"next_index": 0})
         return state
@@ -565,6 +566,7 @@ def test_every_kind_of_controller_passes_with_its_defaults():
             CurriculumConfig(),
             CurriculumConfig(quantity="backprop_depth", shape="one_minus_sqrt"),
             RateByDepthConfig(),
+            GradientNormConfig(),
         )
     )
     assert found.passed, found.causes
@@ -578,6 +580,8 @@ def test_every_kind_of_controller_passes_with_its_defaults():
         (SpikeConfig(deviations=1e6), "control_dull:spike[0]", "a jump of 1 nats"),
         (SpikeConfig(deviations=2.0), "control_keen:spike[0]", "noise of 0.1 nats"),
         (PlateauConfig(patience=40), "control_dull:plateau[0]", "before update 4,100"),
+        (GradientNormConfig(begin=1.01, end=1.0), "control_keen:gradient_norm[0]", "in the norm"),
+        (GradientNormConfig(usual=4000), "control_dull:gradient_norm[0]", "after 4,020 updates"),
         (CurriculumConfig(updates=4000), "control_dull:curriculum[0]", "the run has 3,000"),
     ],
 )
