@@ -132,7 +132,7 @@ def _gradient_norm(config: Config, settings: GradientNormConfig) -> _Found:
 
     updates = full + settings.recent + 4
     made, _ = _run(config, updates, _falling, norm=grown)
-    _, decisions = _run(config, updates, _falling, norm=noisy)
+    _, decisions = _run(config, full + 20 * settings.recent, _falling, norm=noisy)
     dull, keen = [], []
     if made[-1].rate_multiplier >= 1.0:
         dull.append(f"gradients {1.5 * settings.begin:g} times as large do not lower the rate")

@@ -177,6 +177,31 @@ def test_figures_are_the_known_ones(healthy, data):
     assert healthy["causality"].numbers["later_tokens"] == 0.0
 
 
+KINDS = {
+    "transformer": {"model": {"kind": "transformer"}},
+    # What the presets train with.
+    "in_backward": {
+        "model": {"remat": "full", "param_dtype": "bfloat16", "compute_dtype": "bfloat16"},
+        "optim": {"name": "adafactor", "clip": "rms"},
+        "training": {"update": "in_backward", "block_inputs": "host"},
+    },
+    "best_fit with dropout": {"data": {"layout": "best_fit"}, "model": {"dropout": 0.1}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_run_pass_too(kind, data):
+    config = config_for(data)
+    for section, changes in KINDS[kind].items():
+        changed = dataclasses.replace(getattr(config, section), **changes)
+        config = dataclasses.replace(config, **{section: changed})
+    of = Preflight(config)
+    found = [of.result(check.name) for check in CHECKS]
+    failed = [(one.name, one.figure, one.causes) for one in found if one.passed is False]
+    assert not failed
+
+
 def test_nothing_is_left_behind(healthy, data):
     del healthy
     assert not list((data.parent / "runs").glob(".preflight-*"))
@@ -621,6 +646,7 @@ def test_rates_of_adam_go_with_the_width():
     assert any("learning rate: 0.0003 -> 0.0072" in note for note in notes)
 
 
+@pytest.mark.long
 def test_memory_is_planned_for_a_named_device_and_pinned_memory_taken(data, monkeypatch):
     pytest.importorskip("jax_cuda12_plugin")
     of = Preflight(config_for(data), DEVICES["rtx3090"])
