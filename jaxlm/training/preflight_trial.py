@@ -87,7 +87,7 @@ def _shown(loss: float | None) -> str:
 
 def updated(of: Trials) -> Result:
     """Every parameter, in each layer, is changed by the trial."""
-    same = unchanged_parts(of.trial.before, of.trial.after)
+    same, left = unchanged_parts(of.trial.before, of.trial.after)
     applied = sum(record["applied"] for record in of.trial.records)
     count = sum(map(len, of.trial.before.values()))
     causes: list[Cause] = []
@@ -102,17 +102,17 @@ def updated(of: Trials) -> Result:
         causes += of.upstream("connected", "gradients")
         parts = sorted({name.split("/")[0] for name in same})
         text = (
-            f"{len(same)} parameters or layers stay as they were through {applied} applied "
+            f"{left} parameters and layers stay as they were through {applied} applied "
             f"updates: {listed(same)}; the optimizer does not reach {listed(parts)}"
         )
         causes.append(Cause("frozen", text, 0.9 if applied else 0.2))
-        if of.update_ratio < of.settings.update_ratio_minimum:
+        if applied and of.update_ratio < of.settings.update_ratio_minimum:
             text = f"updates change weights by {of.update_ratio:.1e}, below their rounding"
             causes.append(Cause("rate_low", text, 0.6))
     return result(
         "updated",
         not same,
-        f"{count - len(same)} of {count} parameters and layers changed in {applied} updates",
+        f"{count - left} of {count} parameters and layers changed in {applied} updates",
         "all",
         causes,
         "the optimizer's masks in jaxlm/training/optimizer.py; optim.rounding",
@@ -172,7 +172,7 @@ def learning_rate(of: Trials) -> Result:
             excess = min(1.0, math.log10(ratio / highest) / 1.5) if math.isfinite(ratio) else 1.0
             text = f"an update changes the weights by {ratio:.2g} of their size: the learning rate "
             causes.append(Cause("rate_high", text + "is too high", 0.75 + 0.2 * excess))
-        if ratio < lowest:
+        if ratio < lowest and any(record["applied"] for record in of.trial.records):
             text = f"an update changes the weights by {ratio:.1e} of their size only: the learning "
             causes.append(Cause("rate_low", text + "rate is too low", 0.85))
         if share < settings.rate_share and best != 1.0 and falls[best] > 0:

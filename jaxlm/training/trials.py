@@ -87,10 +87,11 @@ def differing_leaves(a: dict[str, list[str]], b: dict[str, list[str]]) -> list[s
     return [name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
 
 
-def unchanged_parts(a: dict[str, list[str]], b: dict[str, list[str]]) -> list[str]:
-    """Leaves, or layers of them, whose fingerprints are equal."""
+def unchanged_parts(a: dict[str, list[str]], b: dict[str, list[str]]) -> tuple[list[str], int]:
+    """Leaves, or layers of them, whose fingerprints are equal: names, and number of layers."""
     same = {name: [x == y for x, y in zip(a[name], b[name], strict=True)] for name in a}
-    return [label for name, parts in same.items() if any(parts) for label in labels(name, parts)]
+    names = [label for name, parts in same.items() if any(parts) for label in labels(name, parts)]
+    return names, sum(map(sum, same.values()))
 
 
 @dataclasses.dataclass(frozen=True)
