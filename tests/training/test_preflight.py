@@ -174,6 +174,8 @@ def test_figures_are_the_known_ones(healthy, data):
     assert healthy["loss_value"].numbers["expected_targets"] == 158
     assert healthy["gradients"].numbers == {"nonfinite": [], "zero": []}
     assert healthy["connected"].figure.startswith("38 of 38")
+    # 11 parameters in each of 1 + 2 + 1 layers; the injection, two norms, embedding, final norm.
+    assert healthy["updated"].figure.startswith("49 of 49")
     assert healthy["causality"].numbers["later_tokens"] == 0.0
 
 
