@@ -686,12 +686,13 @@ class PreflightConfig:
     days: Annotated[float, Field(gt=0.0)] | None = None
     # How far the loss at the mean depth may be above that at depth 1 (nats); recurrent models.
     depth_order: Rate = 0.05
-    # The trial's fall of the loss must be this share of the best of the three rates.
-    rate_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    # The trial's fall of the loss must be this share of the best of the three rates: a rate for
+    # weeks falls by less in its first updates than ten times that rate.
+    rate_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
     # Largest change of an update relative to the weights, of the trial's median update.
     update_ratio_maximum: Annotated[float, Field(gt=0.0)] = 0.3
     # Smallest such change.
-    update_ratio_minimum: Annotated[float, Field(gt=0.0)] = 1e-5
+    update_ratio_minimum: Annotated[float, Field(gt=0.0)] = 1e-3
     # Share of a finished run's updates that may have been skipped for a loss, gradient or change
     # that was not finite.
     skipped_updates: Fraction = 0.01

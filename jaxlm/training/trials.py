@@ -68,7 +68,9 @@ def labels(name: str, parts: Sequence[bool]) -> list[str]:
     """Names of the parts of a parameter that are marked: the whole, or single layers."""
     if all(parts) or not layers_of(name, len(parts)):
         return [name]
-    return [f"{name} (layer {i} of {len(parts)})" for i, marked in enumerate(parts) if marked]
+    return [
+        f"{name} (layer {i} of {len(parts)})" for i, marked in enumerate(parts, start=1) if marked
+    ]
 
 
 def fingerprints(tree: Any) -> dict[str, list[str]]:
