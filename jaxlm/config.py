@@ -136,6 +136,9 @@ class DataConfig:
     sources: tuple[SourceConfig, ...] = ()
     # Range of the stream's tokens to train on, such as [200000000, 400000000]; null is all.
     tokens: tuple[Count, Positive] | None = None
+    # Validation reads the documents among so many first tokens of its split, so that it stays what
+    # it was when the directory grows; null reads all.
+    validation_tokens: Positive | None = None
     # Tokens a row: the context length in training.
     sequence_length: Positive = 1024
     # packed: rows are consecutive windows of the token stream, documents kept apart by segment

@@ -17,8 +17,15 @@ def main() -> int:
         help="continue although horizon, schedule, learning rate or depth distribution changed; "
         "the change is recorded in the run",
     )
+    arguments.add_argument(
+        "--until-update",
+        type=int,
+        metavar="N",
+        help="stop after N updates of the horizon, saved and without a report; data for the later "
+        "ones need not be there yet",
+    )
     parsed = arguments.parse_intermixed_args()
-    return train(config_from(parsed), parsed.allow_changes)
+    return train(config_from(parsed), parsed.allow_changes, parsed.until_update)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from jax import Array
 
 from jaxlm.config import ModelConfig
 from jaxlm.data.pipeline import Batch, Rows
-from jaxlm.data.shards import DataDirectory
+from jaxlm.data.shards import DataDirectory, TokenStream
 from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
 from jaxlm.models.build import Params, apply
 from jaxlm.models.recurrent import RecurrentDepthLM, Trace
@@ -250,14 +250,15 @@ def number_of_batches(rows: Rows, limit: int | None, batch_rows: int, depths: It
     return -(-count // batch_rows) * len(list(depths))
 
 
-def unigram_cross_entropy(data: DataDirectory) -> float:
+def unigram_cross_entropy(data: DataDirectory, stream: TokenStream) -> float:
     """Cross-entropy, in nats per token, of validation under training's token frequencies.
 
     A floor of usefulness: what a model that knows nothing but how common tokens are would reach.
-    Counts get one added (Laplace), so that no token is impossible. Every validation token counts,
-    the first of each document included.
+    Counts get one added (Laplace), so that no token is impossible. Every token of the validation
+    `stream` counts, the first of each document included.
     """
     train = np.asarray(data.counts("train"), np.float64) + 1.0
-    validation = np.asarray(data.counts("validation"), np.float64)
+    tokens = np.asarray(stream.read(0, len(stream)))
+    validation = np.bincount(tokens, minlength=data.vocabulary_size).astype(np.float64)
     log_probability = np.log(train / train.sum())
     return float(-(validation @ log_probability) / validation.sum())

@@ -31,6 +31,7 @@ from jaxlm.data.pipeline import (
     open_sources,
     rows_of,
     training_windows,
+    validation_stream,
 )
 from jaxlm.data.prepare import ensure_prepared
 from jaxlm.data.shards import DataDirectory
@@ -164,13 +165,17 @@ def resolve_config(config: Config, data: DataDirectory, windows: Windows) -> Con
 class Run:
     """One run: its directory, data, state and records."""
 
-    def __init__(self, config: Config, allow_changes: bool = False):
+    def __init__(
+        self, config: Config, allow_changes: bool = False, until_update: int | None = None
+    ):
         """Open a run, new or interrupted.
 
         Args:
             config: settings.
             allow_changes: accept changes of horizon, schedule, learning rate or depth distribution
                 against the run's last checkpoint, and record them in changes.jsonl.
+            until_update: :meth:`train` stops, saved, after so many updates of the horizon; None
+                goes to its end. Data for the later ones need not be there yet.
 
         Raises:
             UserError: unusable data or settings, or changes that may not be made at resume.
@@ -182,13 +187,19 @@ class Run:
             config.data,
             config.training.micro_batches,
             config.training.micro_batch_rows,
+            until_update,
         )
-        self.validation_rows = rows_of(data.stream("validation"), config.data)
+        self.validation_rows = rows_of(validation_stream(data, config.data), config.data)
         self.data = data
-        self.data_fingerprint = fingerprint_of(data, sources)
+        self.data_fingerprint = fingerprint_of(data, config.data, sources)
         self.config = config = resolve_config(config, data, self.windows)
         assert config.training.updates is not None
         self.updates = config.training.updates
+        self.until = self.updates if until_update is None else until_update
+        if not 1 <= self.until <= self.updates:
+            raise UserError(
+                f"--until-update {self.until}: expected 1 to {self.updates}, the run's horizon"
+            )
         self.spec: StepSpec = step_spec(config, config.model.vocabulary, self.updates)
         self.directory = Path(config.run.directory) / config.run.name
         self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -213,7 +224,9 @@ class Run:
                 config.checkpoint.keep_every_tokens,
             )
         )
-        self.iterator = device_iterator(self.windows, config.data.prefetch, self.sharding)
+        self.iterator = device_iterator(
+            self.windows, config.data.prefetch, self.sharding, self.until
+        )
         stack.callback(self._close_iterator)
         latest = self.checkpoints.recover(self.directory / RECOVERY)
         self._changes: list[str] = []
@@ -261,7 +274,9 @@ class Run:
         """Go back to a checkpoint: state, position in the data, and counters."""
         metadata = self.checkpoints.metadata(update)
         refused, on_request = config_changes(metadata["config"], self.config)
-        refused += data_changes(metadata["data_fingerprint"], self.data_fingerprint)
+        refused += data_changes(
+            metadata["data_fingerprint"], self.data_fingerprint, self.config.data.tokens is not None
+        )
         if not allow_changes:
             refused += [f"{line} (allowed with --allow-changes)" for line in on_request]
         if refused:
@@ -411,12 +426,12 @@ class Run:
         start = self.progress.update
         with (
             signals.installed(),
-            progress(title, self.updates, start, config.logging.every) as advance,
+            progress(title, self.until, start, config.logging.every) as advance,
         ):
             self._last_read = time.perf_counter()
             pending: _Pending | None = None
             stopping = False
-            while self.progress.update < self.updates and not stopping:
+            while self.progress.update < self.until and not stopping:
                 previous, pending = pending, self.dispatch()
                 if previous is not None:
                     record = self.read(previous)
@@ -425,7 +440,7 @@ class Run:
                     self._show(advance, record)
                 done = self.progress.update
                 evaluating = config.evaluation.every and done % config.evaluation.every == 0
-                saving = done % config.checkpoint.every == 0 or done == self.updates
+                saving = done % config.checkpoint.every == 0 or done == self.until
                 # Looked at once: a signal that comes later ends the next update.
                 stopping = signals.received is not None
                 if evaluating or saving or stopping:
@@ -488,7 +503,7 @@ class Run:
         """Evaluate at every depth asked for and write the report."""
         settings = self.config.evaluation
         evaluations = self.validate(settings.depths, None, "Evaluating")
-        unigram = unigram_cross_entropy(self.data)
+        unigram = unigram_cross_entropy(self.data, validation_stream(self.data, self.config.data))
         report = evaluation_json(
             evaluations,
             unigram,
@@ -548,17 +563,18 @@ def _finite(tree: Any) -> Any:
     return _number(tree) if isinstance(tree, float) else tree
 
 
-def train(config: Config, allow_changes: bool = False) -> int:
+def train(config: Config, allow_changes: bool = False, until_update: int | None = None) -> int:
     """Run, or continue, what a configuration describes.
 
     Args:
         config: settings.
         allow_changes: see :class:`Run`.
+        until_update: stop, saved and without a report, after so many updates of the horizon.
 
     Returns:
         The exit code: 0 after the report or a SIGTERM, 130 after Ctrl-C.
     """
-    run = Run(config, allow_changes)
+    run = Run(config, allow_changes, until_update)
     try:
         print(f"Data: {run.windows.describe()}", flush=True)
         print(f"Update: {describe_optimizer(run.config)}", flush=True)
@@ -572,6 +588,9 @@ def train(config: Config, allow_changes: bool = False) -> int:
                 flush=True,
             )
             return INTERRUPTED if received == signal.SIGINT else 0
+        if until_update is not None:
+            print(f"Saved after update {run.progress.update} of {run.updates}", flush=True)
+            return 0
         run.report()
         return 0
     finally:

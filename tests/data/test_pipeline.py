@@ -720,12 +720,15 @@ def test_sources_must_be_of_one_tokenizer_vocabulary_and_normalization(tmp_path)
 
 def test_the_fingerprint_covers_every_source(tmp_path):
     _, data, sources = mixed(tmp_path, (3, 4), (1.0, 1.0))
-    fields = fingerprint_of(data, sources)
-    assert fields == {
-        **data.fingerprint,
+    config = DataConfig(
+        directory=str(data.directory),
+        sources=tuple(SourceConfig(directory=s.name, weight=1.0) for s in sources),
+    )
+    assert fingerprint_of(data, config, sources) == {
+        **data.fingerprint(),
         "sources[1] train tokens": sources[1].fingerprint["train tokens"],
     }
-    assert fingerprint_of(data, sources[:1]) == data.fingerprint
+    assert fingerprint_of(data, config, sources[:1]) == data.fingerprint()
 
 
 @pytest.mark.parametrize("key", ["tokens", "buckets"])

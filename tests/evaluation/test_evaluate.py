@@ -117,7 +117,7 @@ def test_unigram_by_hand(tmp_path):
     """Training counts 3, 1, 0 plus one each: 4/7, 2/7, 1/7. Validation has one of each."""
     data = DataDirectory(write_documents(tmp_path / "d", [[0, 0, 1, 0]], [[0, 1, 2]], 3))
     expected = -(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3
-    assert unigram_cross_entropy(data) == pytest.approx(expected)
+    assert unigram_cross_entropy(data, data.stream("validation")) == pytest.approx(expected)
 
 
 def generated(prompt, length, seed=0, temperature=0.0, top_k=0, end=-1, depth=3):
