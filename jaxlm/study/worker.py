@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxlm.cli import run_script
 from jaxlm.config import Config, from_tree, to_tree
@@ -105,7 +104,6 @@ def work(job: Job) -> int:
             return STOPPED
         trained = time.time()
         evaluations: dict[str, Any] = {}
-        arrays: dict[str, np.ndarray] = {}
         for one in job.sets:
             rows, data = _rows(run, one)
             if len(rows) == 0:
@@ -126,10 +124,6 @@ def work(job: Job) -> int:
         }
     finally:
         run.close()
-    if arrays:
-        path = job.result.with_suffix(".npz")
-        with path.with_name(path.name + ".tmp").open("wb") as file:
-            np.savez(file, **arrays)
     write_json(job.result, result)
     return 0
 

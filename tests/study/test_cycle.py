@@ -1,13 +1,16 @@
 """Whole studies of tiny models, their workers in this process unless a test says otherwise."""
 
+import dataclasses
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxlm.data.shards import DataDirectory
+from jaxlm.errors import Failure
 from jaxlm.study import cycle as machine
 from jaxlm.study.cycle import Cycles
 from jaxlm.study.journal import Journal
@@ -180,3 +183,89 @@ def arrays_of(checkpoint: Path) -> dict[str, bytes]:
         jax.tree_util.keystr(path): np.asarray(leaf).tobytes()
         for path, leaf in jax.tree_util.tree_leaves_with_path(loaded)
     }
+
+
+class Killed(BaseException):
+    """What a SIGKILL is in these tests: nothing catches it."""
+
+
+def live(study, monkeypatch, edge: int, after: bool) -> bool:
+    """Run a study until the journal has `edge` events and one more would come; was it killed?
+
+    With `after` the event is written first.
+    """
+    append = Journal.append
+
+    def kill(self, kind, **values):
+        if len(self.events) == edge and not after:
+            raise Killed
+        event = append(self, kind, **values)
+        if len(self.events) == edge + 1 and after:
+            raise Killed
+        return event
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", kill)
+        try:
+            finish(study)
+        except Killed:
+            return True
+    return False
+
+
+def test_killed_at_every_edge_of_the_journal(finished, texts, tmp_path, monkeypatch):
+    study = study_in(tmp_path, texts)
+    edges = len(KINDS) + 2 * len(KINDS[1:])
+    for edge in range(edges):
+        assert live(study, monkeypatch, edge, after=False), edge
+        assert live(study, monkeypatch, edge, after=True), edge
+    finish(study)
+    a, b = (Journal(s.directory / "journal.jsonl", read_only=True) for s in (finished, study))
+    assert [e["event"] for e in a.events] == [e["event"] for e in b.events]
+    for kind, keys in (
+        ("prepared", ("tokens", "validation_tokens", "files", "unigram_cross_entropy")),
+        ("trained", ("update", "tokens", "blocks")),
+        ("compared", ("blocks",)),
+        ("reclaiming", ("files", "shards")),
+    ):
+        for one, other in zip(a.all(kind), b.all(kind), strict=True):
+            assert [one[key] for key in keys] == [other[key] for key in keys]
+    for one, other in zip(a.all("evaluated"), b.all("evaluated"), strict=True):
+        for name, found in one["evaluations"].items():
+            assert [e["cross_entropy"] for e in found] == [
+                e["cross_entropy"] for e in other["evaluations"][name]
+            ]
+    for run in ("loop-42", "plain-42"):
+        one, other = (s.directory / "models" / run for s in (finished, study))
+        assert (one / "blocks.jsonl").read_text() == (other / "blocks.jsonl").read_text()
+        assert arrays_of(one / "checkpoints/30") == arrays_of(other / "checkpoints/30")
+    left = [
+        sorted(p.name for p in (s.directory / "data/train").iterdir()) for s in (finished, study)
+    ]
+    assert left[0] == left[1]
+
+
+def test_killed_while_shards_are_removed(finished, tmp_path, monkeypatch):
+    """Half of the shards are gone, and the journal says that all are to go."""
+    folder = tmp_path / "studies" / "tiny"
+    shutil.copytree(finished.directory, folder)
+    study = dataclasses.replace(
+        finished, config=dataclasses.replace(finished.config, directory=str(tmp_path / "studies"))
+    )
+    journal = Journal(folder / "journal.jsonl")
+    lines = (folder / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    last = max(i for i, e in enumerate(journal.events) if e["event"] == "reclaiming")
+    (folder / "journal.jsonl").write_bytes(b"".join(lines[: last + 1]))
+    files = list(journal.events[last]["files"])
+    data = DataDirectory(finished.data_directory)
+    assert len(files) >= 2
+    # One that was not removed yet; what it holds does not matter to the other paths.
+    left = folder / files[-1]
+    assert not left.exists()
+    left.write_bytes(b"something else")
+    with pytest.raises(Failure, match=f"{left}: is not what the study wrote there"):
+        finish(study)
+    assert left.exists()
+    left.unlink()
+    finish(study)
+    assert DataDirectory(folder / "data").manifest == data.manifest
