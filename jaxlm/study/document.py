@@ -110,7 +110,7 @@ def _html_block(block: Block) -> str:
 
     def row(cells: list[str], tag: str) -> str:
         marked = [
-            f'<{tag}{" class=text" if i < block.text_columns else ""}>{html.escape(cell)}</{tag}>'
+            f"<{tag}{' class=text' if i < block.text_columns else ''}>{html.escape(cell)}</{tag}>"
             for i, cell in enumerate(cells)
         ]
         return f"<tr>{''.join(marked)}</tr>"

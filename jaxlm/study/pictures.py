@@ -56,7 +56,7 @@ def line_chart(
     """
     import matplotlib
 
-    settings: dict[str, Any] = {"svg.hashsalt": "jaxlm", "font.size": 10, "svg.fonttype": "path"}
+    settings: Any = {"svg.hashsalt": "jaxlm", "font.size": 10, "svg.fonttype": "path"}
     with matplotlib.rc_context(settings):
         from matplotlib.figure import Figure
 
