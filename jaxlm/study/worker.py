@@ -8,6 +8,7 @@ follows its study: if that is killed, it saves and ends.
 
 import ctypes
 import dataclasses
+import io
 import json
 import resource
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxlm.cli import run_script
 from jaxlm.config import Config, from_tree, to_tree
@@ -24,8 +26,13 @@ from jaxlm.console import progress
 from jaxlm.data.pipeline import Rows, rows_of
 from jaxlm.data.shards import DataDirectory
 from jaxlm.errors import UserError
-from jaxlm.evaluation.evaluate import Evaluation, evaluate, number_of_batches
-from jaxlm.files import Lock, write_json
+from jaxlm.evaluation.evaluate import (
+    DocumentLosses,
+    Evaluation,
+    evaluate_documents,
+    number_of_batches,
+)
+from jaxlm.files import Lock, write_atomically, write_json
 from jaxlm.training.loop import Run
 
 STOPPED = 75  # exit code after a signal: saved, and to be started again
@@ -104,12 +111,15 @@ def work(job: Job) -> int:
             return STOPPED
         trained = time.time()
         evaluations: dict[str, Any] = {}
+        arrays: dict[str, np.ndarray] = {}
         for one in job.sets:
             rows, data = _rows(run, one)
             if len(rows) == 0:
                 continue
-            found = _evaluate(run, one.name, rows, data, job.depths)
+            found, documents = _evaluate(run, one.name, rows, data, job.depths)
             evaluations[one.name] = [dataclasses.asdict(evaluation) for evaluation in found]
+            arrays[f"{one.name}.loss"] = documents.loss
+            arrays[f"{one.name}.tokens"] = documents.tokens
         result = {
             "update": run.progress.update,
             "tokens": run.progress.tokens,
@@ -124,6 +134,9 @@ def work(job: Job) -> int:
         }
     finally:
         run.close()
+    written = io.BytesIO()
+    np.savez_compressed(written, allow_pickle=False, **arrays)
+    write_atomically(job.result.with_suffix(".npz"), written.getvalue())
     write_json(job.result, result)
     return 0
 
@@ -144,12 +157,12 @@ def _rows(run: Run, one: EvaluationSet) -> tuple[Rows, DataDirectory]:
 
 def _evaluate(
     run: Run, title: str, rows: Rows, data: DataDirectory, depths: tuple[int, ...]
-) -> list[Evaluation]:
+) -> tuple[list[Evaluation], DocumentLosses]:
     config = run.config
     chosen = depths if config.model.kind == "recurrent" else depths[:1]
     batches = number_of_batches(rows, None, config.evaluation.batch_rows, chosen)
     with progress(f"Evaluating on {title}", batches) as on_batch:
-        return evaluate(
+        return evaluate_documents(
             run.spec.model,
             run.state.params,
             rows,
