@@ -70,8 +70,11 @@ class DiskNeeds:
 
 
 def vocabulary_of(study: Study) -> int:
-    """Entries of the vocabulary, without preparing anything."""
+    """Entries of the vocabulary, or of the embeddings, without preparing anything."""
     first = study.first
+    given = [config.model.vocabulary_size for config in study.models.values()]
+    if None not in given:
+        return max(size for size in given if size is not None)
     if (study.data_directory / "manifest.json").is_file():
         return DataDirectory(study.data_directory).vocabulary_size
     if first.prepare.tokenizer is None:

@@ -308,7 +308,7 @@ def _equal(study: Study, figures: Figures) -> list[Block]:
         "Each row is at the farthest place that both have reached; between the ends of cycles, "
         "losses are interpolated over the logarithm of the axis, before the first they are not "
         "known (-). Below zero the left model is better. Seconds are those of updates: "
-        "compilation, evaluation and saving are left out. At equal FLOPs or seconds, the model that "
+        "compilation, evaluation and saving are left out. At equal FLOPs or seconds the model that "
         "costs more is read off before its schedule has ended, without the end of its decay: a "
         "disadvantage of unknown size."
         if figures.cycles == study.config.cycles

@@ -416,7 +416,8 @@ def differing(models: dict[str, Config]) -> dict[str, list[Any]]:
     return {
         key: values
         for key, values in found.items()
-        if not key.startswith("run.") and any(value != values[0] for value in values)
+        if not key.startswith(("run.", "data.directory"))
+        and any(value != values[0] for value in values)
     }
 
 
