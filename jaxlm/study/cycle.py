@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxlm.config import Config
 from jaxlm.console import console
 from jaxlm.data.pipeline import validation_stream
 from jaxlm.data.prepare import prepare
@@ -40,6 +41,11 @@ _VERSIONS = ("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "gra
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Launch = Callable[[Path], int]
+
+
+def _plain(tree: Any) -> Any:
+    """As it reads back from JSON."""
+    return json.loads(json.dumps(tree))
 
 
 class StoppedError(Exception):
@@ -161,7 +167,10 @@ class Cycles:
 
     def _begin(self) -> None:
         needs = disk_needs(self.study)
-        if self.journal.find("study") is None:
+        begun = self.journal.find("settings") or self.journal.find("study")
+        if begun is not None and begun["settings"] != _plain(self.study.tree()):
+            self.journal.append("settings", settings=self.study.tree())
+        if begun is None:
             self._require_room(needs.peak, f"the study at its fullest ({needs.text()})")
             self.journal.append(
                 "study",
@@ -204,12 +213,16 @@ class Cycles:
             data = DataDirectory(study.data_directory)
             needed = study.tokens + 1
         there = data.manifest["splits"]["train"]["tokens"]
-        if there < needed:
+        complete = not study.own_data or data.manifest["source"]["complete"]
+        # Known before anything was trained where all sources were read in the first cycle.
+        if there < (study.tokens + 1 if complete else needed):
             raise UserError(
-                f"{study.data_directory}: cycle {cycle} of {study.config.cycles} needs "
-                f"{needed:,} training tokens, and the sources give {there:,}; a study of fewer "
-                f"cycles or of smaller ones, under another study.name, fits"
+                f"{study.data_directory}: {study.config.cycles} cycles need {study.tokens + 1:,} "
+                f"training tokens, and the sources give {there:,}; a study of fewer cycles or of "
+                f"smaller ones, under another study.name, fits"
             )
+        if cycle == 1 and not complete:
+            self._warn_of_shortage(there, data.manifest["source"]["files"])
         validation = data.manifest["splits"]["validation"]["tokens"]
         first = self.journal.find("prepared", cycle=1)
         recorded = {name for e in self.journal.all("prepared") for name in e["files"]}
@@ -238,7 +251,23 @@ class Cycles:
             seconds=time.time() - began,
         )
 
-    def _data_config(self) -> Any:
+    def _warn_of_shortage(self, tokens: int, files: list[dict[str, Any]]) -> None:
+        """Say early where the sources seem to hold less than the study needs."""
+        sizes = [int(file["identity"].split()[0]) for file in files]  # "N bytes, HASH"
+        read = sum(
+            size for size, file in zip(sizes, files, strict=True) if file["outcome"] is not None
+        )
+        expected = tokens * sum(sizes) // max(read, 1)
+        if expected < 1.05 * self.study.tokens:
+            print(
+                f"warning: {tokens:,} tokens came from {size_text(read)} of sources at most; all "
+                f"{size_text(sum(sizes))} may give no more than about {expected:,}, and the study "
+                f"needs {self.study.tokens:,}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _data_config(self) -> Config:
         first = self.study.first
         return dataclasses.replace(
             first, data=dataclasses.replace(first.data, directory=str(self.study.data_directory))
@@ -307,7 +336,7 @@ class Cycles:
             process_seconds=time.time() - began,
         )
 
-    def run_config(self, model: str, seed: int) -> Any:
+    def run_config(self, model: str, seed: int) -> Config:
         """A run's configuration; the first cycle's validation documents are that of all."""
         first = self.journal.find("prepared", cycle=1)
         assert first is not None

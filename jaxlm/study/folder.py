@@ -71,7 +71,10 @@ def check_removable(study: Path, files: dict[str, Any]) -> dict[str, FileSum]:
     for name, entry in files.items():
         if not _SHARD.fullmatch(name):
             raise Failure(f"{study}: '{name}' is no shard that a study removes")
-        checked[name] = FileSum(int(entry["bytes"]), str(entry["sha256"]))
+        try:
+            checked[name] = FileSum(int(entry["bytes"]), str(entry["sha256"]))
+        except (KeyError, TypeError, ValueError):
+            raise Failure(f"{study}: the journal has no size and checksum of {name}") from None
     for name, entry in checked.items():
         path = study / name
         if not path.exists():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlm.data.shards import DataDirectory
-from jaxlm.errors import Failure
+from jaxlm.errors import Failure, UserError
 from jaxlm.study import cycle as machine
 from jaxlm.study.cycle import Cycles
 from jaxlm.study.journal import Journal
@@ -269,3 +269,128 @@ def test_killed_while_shards_are_removed(finished, tmp_path, monkeypatch):
     left.unlink()
     finish(study)
     assert DataDirectory(folder / "data").manifest == data.manifest
+
+
+# ---------------------------------------------------------------- report
+
+
+def copy_of(study, folder: Path):
+    """The same study in another place, to be written to."""
+    shutil.copytree(study.directory, folder / "studies" / "tiny")
+    config = dataclasses.replace(study.config, directory=str(folder / "studies"))
+    return dataclasses.replace(study, config=config)
+
+
+def test_the_report_says_what_the_runs_measured(finished):
+    report = json.loads((finished.directory / "report.json").read_text())
+    journal = Journal(finished.directory / "journal.jsonl", read_only=True)
+    assert (report["cycle"], report["withheld"]) == (3, [])
+    for model in ("loop", "plain"):
+        events = journal.all("evaluated", model=model)
+        points = report["models"][model]["seeds"]["42"]
+        assert [p["evaluations"] for p in points] == [e["evaluations"] for e in events]
+    sums = finished.directory / "evaluations"
+    # Verdicts from the documents' sums: their difference is that of the cross-entropies.
+    for index, depth in enumerate((1, 3)):
+        found = report["verdicts"]["loop"][str(depth)]
+        losses = [np.load(sums / f"{run}-42-cycle-3.npz") for run in ("loop", "plain")]
+        tokens = losses[0]["validation.tokens"].sum()
+        one, other = losses[0]["validation.loss"][index].sum(), losses[1]["validation.loss"].sum()
+        assert found["difference"] == pytest.approx((one - other) / tokens, rel=1e-9)
+        entropies = [
+            journal.find("evaluated", model=model, cycle=3)["evaluations"]["validation"][i]
+            for model, i in (("loop", index), ("plain", 0))
+        ]
+        difference = entropies[0]["cross_entropy"] - entropies[1]["cross_entropy"]
+        assert found["difference"] == pytest.approx(difference, abs=2e-6)
+        assert found["seed_variance_measured"] is False
+        assert found["text"] in (finished.directory / "report.html").read_text()
+    # FLOPs of the Transformer: 6 per token and weight that multiplies, and attention.
+    weights = 3 * (4 * 16 * 16 + 3 * 16 * 32) + 300 * 16
+    attention = 3 * 2 * 2 * 16 * 4.5
+    point = report["models"]["plain"]["seeds"]["42"][2]
+    assert point["flops"] == pytest.approx(3 * (2 * weights + attention) * point["tokens"])
+    text = (finished.directory / "report.md").read_text()
+    for part in ("## Verdict", "## What was equal", "loop at depth 3", "goodput", "jaxlm 0.1.0"):
+        assert part in text
+    html = (finished.directory / "report.html").read_text()
+    assert html.count("data:image/svg") == 5
+    assert "http" not in html.replace("http-equiv", "")
+
+
+def test_one_changed_line_of_a_block_log_withholds_the_verdict(finished, tmp_path):
+    study = copy_of(finished, tmp_path)
+    path = study.directory / "models" / "plain-42" / "blocks.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    record = json.loads(lines[31])  # update 15
+    record["blocks"][0], record["blocks"][1] = record["blocks"][1], record["blocks"][0]
+    path.write_text("".join([*lines[:31], json.dumps(record) + "\n", *lines[32:]]))
+    with pytest.raises(Failure, match=r"verdict withheld: .*between updates 10 and 20.*update 15"):
+        finish(study)
+    report = json.loads((study.directory / "report.json").read_text())
+    assert report["verdicts"] == {}
+    assert len(report["withheld"]) == 2
+    assert "Withheld" in (study.directory / "report.md").read_text()
+    assert "is better by" not in (study.directory / "report.md").read_text()
+    # Both logs changed alike: they agree, and are still not what was recorded.
+    shutil.copy(path, study.directory / "models" / "loop-42" / "blocks.jsonl")
+    with pytest.raises(Failure, match="loop-42/blocks.jsonl: is not, between updates 10 and 20"):
+        finish(study)
+    path.write_text("".join(lines))
+    shutil.copy(path, study.directory / "models" / "loop-42" / "blocks.jsonl")
+    finish(study)
+    assert json.loads((study.directory / "report.json").read_text())["verdicts"]
+
+
+def test_changed_sums_of_documents_withhold_the_verdict(finished, tmp_path):
+    study = copy_of(finished, tmp_path)
+    path = study.directory / "evaluations" / "loop-42-cycle-3.npz"
+    with np.load(path) as arrays:
+        changed = {name: arrays[name] for name in arrays.files}
+    changed["validation.loss"] = changed["validation.loss"] * 0.9
+    np.savez(path, **changed)
+    finish(study)
+    report = json.loads((study.directory / "report.json").read_text())
+    assert report["verdicts"] == {}
+    assert "missing or were changed" in (study.directory / "report.md").read_text()
+
+
+def test_other_settings_a_foreign_folder_and_a_second_process_are_refused(
+    finished, texts, tmp_path
+):
+    study = copy_of(finished, tmp_path)
+    config = dataclasses.replace(study.config, margin=0.5)
+    with pytest.raises(UserError, match="margin: was 0.01, is 0.5"):
+        Cycles(dataclasses.replace(study, config=config), launch)
+    with (
+        Cycles(study, launch),
+        pytest.raises(UserError, match="another process runs this study"),
+    ):
+        Cycles(study, launch)
+    (study.directory / "journal.jsonl").unlink()
+    with pytest.raises(UserError, match="has no journal but holds data"):
+        Cycles(study, launch)
+    (study.directory / "models" / "plain-42" / "link").symlink_to("/tmp")
+    with pytest.raises(UserError, match="is a symbolic link"):
+        Cycles(study, launch)
+    small = study_in(tmp_path / "small", texts, "study.disk=0.00001")
+    with pytest.raises(Failure, match=r"left of study\.disk .*make room"):
+        finish(small)
+    long = study_in(tmp_path / "long", texts, "study.cycles=30")
+    with pytest.raises(UserError, match=r"30 cycles need 9,601 training tokens, and the sources"):
+        finish(long)
+
+
+def test_a_damaged_checkpoint_keeps_the_tokens(texts, tmp_path, monkeypatch):
+    study = study_in(tmp_path, texts)
+    edge = KINDS.index("reclaiming")
+    assert live(study, monkeypatch, edge - 1, after=True)
+    path = study.directory / "models/loop-42/checkpoints/10/manifest.json"
+    kept = path.read_bytes()
+    path.write_bytes(kept.replace(b"1", b"2", 1))
+    with pytest.raises(Failure, match=r"checkpoints/10: damaged .* nothing of its tokens"):
+        finish(study)
+    path.write_bytes(kept)
+    journal = Journal(study.directory / "journal.jsonl", read_only=True)
+    assert journal.find("reclaiming") is None
+    assert all((study.directory / n).exists() for n in journal.find("prepared")["files"])
