@@ -334,7 +334,7 @@ def test_one_changed_line_of_a_block_log_withholds_the_verdict(finished, tmp_pat
     assert "is better by" not in (study.directory / "report.md").read_text()
     # Both logs changed alike: they agree, and are still not what was recorded.
     shutil.copy(path, study.directory / "models" / "loop-42" / "blocks.jsonl")
-    with pytest.raises(Failure, match="loop-42/blocks.jsonl: is not, between updates 10 and 20"):
+    with pytest.raises(Failure, match=r"loop-42/blocks\.jsonl: is not, between updates 10 and 20"):
         finish(study)
     path.write_text("".join(lines))
     shutil.copy(path, study.directory / "models" / "loop-42" / "blocks.jsonl")
@@ -360,7 +360,7 @@ def test_other_settings_a_foreign_folder_and_a_second_process_are_refused(
 ):
     study = copy_of(finished, tmp_path)
     config = dataclasses.replace(study.config, margin=0.5)
-    with pytest.raises(UserError, match="margin: was 0.01, is 0.5"):
+    with pytest.raises(UserError, match=r"margin: was 0\.01, is 0\.5"):
         Cycles(dataclasses.replace(study, config=config), launch)
     with (
         Cycles(study, launch),
