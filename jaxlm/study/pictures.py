@@ -59,6 +59,7 @@ def line_chart(
     settings: Any = {"svg.hashsalt": "jaxlm", "font.size": 10, "svg.fonttype": "path"}
     with matplotlib.rc_context(settings):
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
 
         figure = Figure(figsize=(4.8, 3.8), layout="constrained")
         axes = figure.subplots()
@@ -80,6 +81,8 @@ def line_chart(
                           fontsize=8, color="#555555", va="bottom")  # fmt: skip
         if logarithmic:
             axes.set_xscale("log", base=2 if ticks else 10)
+        else:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.2T
         if ticks is not None:
             axes.set_xticks(list(ticks), [str(tick) for tick in ticks])
             axes.minorticks_off()

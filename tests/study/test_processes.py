@@ -70,7 +70,7 @@ def test_signals_and_kills_lose_nothing(texts, tmp_path):  # noqa: F811
     # SIGTERM and Ctrl-C reach the worker, which saves.
     for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
         process = start(path)
-        wait_for(lambda: workers_of(process))
+        wait_for(lambda p=process: workers_of(p))
         time.sleep(8.0)  # importing, compiling or training: any of these
         process.send_signal(number)
         assert process.wait(120) == code, log.read_text()[-2000:]
