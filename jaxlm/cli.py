@@ -5,8 +5,8 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
+from jaxlm import environment
 from jaxlm.config import Config, load
 from jaxlm.errors import Failure, UserError
 
@@ -40,14 +40,10 @@ def config_from(arguments: argparse.Namespace) -> Config:
     return load(arguments.config, arguments.overrides)
 
 
-def _has_gpu_driver() -> bool:
-    """Whether an NVIDIA driver is there: its device node, or the one of WSL2."""
-    return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
-
-
 def run_script(main: Callable[[], int]) -> None:
     """Run a script's main function and exit; a user's mistake is one line and exit code 2."""
-    if importlib.util.find_spec("jax_cuda12_plugin") and not _has_gpu_driver():
+    environment.prepare()
+    if importlib.util.find_spec("jax_cuda12_plugin") and not environment.has_gpu_driver():
         # The extra `plan` brings XLA's GPU compiler to machines without a GPU, where JAX would
         # report the missing libraries with a traceback before it falls back to the CPU.
         import jax  # not above: processes that only handle text import this module too

@@ -526,8 +526,36 @@ class SpikeConfig:
     updates: Positive = 50
 
 
+@dataclass(frozen=True, config=_STRICT)
+class GradientNormConfig:
+    """The learning rate is lower while gradients are larger than they used to be.
+
+    The multiplier is (usual norm / recent norm) ** power, at most 1, from the moment that the
+    recent norm is above `begin` times the usual one until it is below `end` times it.
+    """
+
+    # Which controller this is.
+    kind: Literal["gradient_norm"] = "gradient_norm"
+    # Updates that the recent norm is the median of.
+    recent: Positive = 20
+    # Updates before those that the usual norm is the median of; nothing is judged before there are
+    # so many.
+    usual: Positive = 200
+    # Recent over usual norm at which the multiplier begins to follow, and below which it ends.
+    begin: Annotated[float, Field(gt=1.0)] = 2.0
+    # See begin.
+    end: Annotated[float, Field(gt=0.0)] = 1.25
+    # Exponent.
+    power: Annotated[float, Field(gt=0.0)] = 1.0
+    # Floor of the multiplier.
+    minimum: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+
+    def __post_init__(self) -> None:
+        _require(self.end < self.begin, f"end ({self.end:g}) must be below begin ({self.begin:g})")
+
+
 ControllerConfig = Annotated[
-    CurriculumConfig | RateByDepthConfig | PlateauConfig | SpikeConfig,
+    CurriculumConfig | RateByDepthConfig | PlateauConfig | SpikeConfig | GradientNormConfig,
     Field(discriminator="kind"),
 ]
 
@@ -543,6 +571,45 @@ class ControlConfig:
     def __post_init__(self) -> None:
         grown = [c.quantity for c in self.controllers if isinstance(c, CurriculumConfig)]
         _require(len(set(grown)) == len(grown), "two curricula set one quantity")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RewindConfig:
+    """What follows when the training loss has jumped up and does not come back."""
+
+    # skip_data: go back to the last checkpoint of before and pass over the data read since.
+    # lower_rate: go back and read it again at a lower learning rate. off: go on.
+    response: Literal["off", "skip_data", "lower_rate"] = "off"
+    # Updates that the running median of losses is taken over.
+    window: Annotated[int, Field(ge=2)] = 100
+    # A loss above median + deviations * (median absolute deviation) is beyond.
+    deviations: Annotated[float, Field(gt=0.0)] = 8.0
+    # Updates in a row that must be beyond, or not finite.
+    patience: Positive = 10
+    # Factor of the learning rate after going back (lower_rate).
+    rate_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    # Updates that it applies to.
+    rate_updates: Positive = 200
+    # Rewinds after which the run stops instead.
+    maximum: Positive = 3
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ProfileConfig:
+    """Where the time of an update goes."""
+
+    # Updates after the compilation of a new run that are timed by phase, each with all its phases
+    # once more beside it; 0 times none.
+    updates: Count = 0
+    # Updates [first, last) whose JAX profiler trace is written to the run's trace folder, for
+    # TensorBoard or Perfetto; null writes none.
+    trace: tuple[Count, Positive] | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.trace is None or self.trace[0] < self.trace[1],
+            f"trace {self.trace}: the first must be below the last",
+        )
 
 
 # Monitors that raise an alarm, see docs/control.md.
@@ -611,6 +678,8 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitors: MonitorsConfig = MonitorsConfig()
     control: ControlConfig = ControlConfig()
+    rewind: RewindConfig = RewindConfig()
+    profile: ProfileConfig = ProfileConfig()
     logging: LoggingConfig = LoggingConfig()
 
     def __post_init__(self) -> None:

@@ -51,6 +51,13 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def is_inside(name: object) -> bool:
+    """Whether a name that a file gives is a plain relative path that stays where it begins."""
+    if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
+        return False
+    return not name.startswith("/") and ".." not in name.split("/")
+
+
 @dataclasses.dataclass(frozen=True)
 class FileSum:
     """What a file held when it was written."""

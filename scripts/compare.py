@@ -15,11 +15,11 @@ import signal
 from pathlib import Path
 
 import jax
-from jaxlm.study.status import print_plan, print_status
 
 from jaxlm.cli import run_script
 from jaxlm.study.cycle import Cycles, StoppedError, launcher
 from jaxlm.study.settings import read_study
+from jaxlm.study.status import print_plan, print_status
 from jaxlm.training.loop import INTERRUPTED
 
 

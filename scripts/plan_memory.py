@@ -24,11 +24,12 @@ from jaxlm.errors import UserError
 from jaxlm.files import write_json
 from jaxlm.memory.devices import DEVICES, Device, read_device
 from jaxlm.training.planning import (
-    JAX_DEFAULT_SHARE,
     PARTS,
     Plan,
     alternatives,
     default_budget,
+    gigabytes,
+    memory_table,
     plan_training,
 )
 
@@ -82,25 +83,6 @@ def device_of(options: argparse.Namespace) -> Device:
             f"--device {options.device}: not known; one of {', '.join(DEVICES)}, or --device-file"
         )
     return DEVICES[options.device]
-
-
-def gigabytes(count: int) -> str:
-    """Bytes in GB, three decimals."""
-    return f"{count / 1e9:,.3f}"
-
-
-def memory_table(plan: Plan, budget: int, host_budget: int) -> rich.table.Table:
-    """The parts of the peak, and the budgets."""
-    table = new_table("memory at the fullest point of an update", "GB", "share")
-    for key, title in PARTS.items():
-        table.add_row(title, gigabytes(plan.parts[key]), f"{plan.parts[key] / plan.peak:.1%}")
-    table.add_section()
-    table.add_row("XLA's peak", gigabytes(plan.peak), "100.0%")
-    table.add_row("budget", gigabytes(budget), "")
-    table.add_section()
-    table.add_row("pinned host memory", gigabytes(plan.host), "")
-    table.add_row("host budget", gigabytes(host_budget), "")
-    return table
 
 
 def speed_table(plan: Plan) -> rich.table.Table:
@@ -203,11 +185,6 @@ def main() -> int:
     out.print(memory_table(plan, budget, host_budget))
     out.print(speed_table(plan))
     out.print(verdict(plan, budget, host_budget))
-    if fits(plan, budget, host_budget) and plan.peak > JAX_DEFAULT_SHARE * device.memory_bytes:
-        out.print(
-            f"JAX takes {JAX_DEFAULT_SHARE:.0%} of a card by default: train with "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
-        )
     result = as_json(plan, budget, host_budget)
     others = alternatives(plan.config)
     if not fits(plan, budget, host_budget):

@@ -5,7 +5,9 @@ python scripts/train.py --config configs/quickstart.yaml run.name=wide model.wid
 """
 
 from jaxlm.cli import config_from, parser, run_script
+from jaxlm.errors import UserError
 from jaxlm.training.loop import train
+from jaxlm.training.resume import ON_REQUEST
 
 
 def main() -> int:
@@ -13,9 +15,10 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument(
         "--allow-changes",
-        action="store_true",
-        help="continue although horizon, schedule, learning rate or depth distribution changed; "
-        "the change is recorded in the run",
+        default="",
+        metavar="NAME[,NAME]",
+        help=f"continue although settings of these kinds changed ({', '.join(ON_REQUEST)}), and "
+        "record the change in the run; horizon is what takes a run to more tokens",
     )
     arguments.add_argument(
         "--until-update",
@@ -25,7 +28,12 @@ def main() -> int:
         "ones need not be there yet",
     )
     parsed = arguments.parse_intermixed_args()
-    return train(config_from(parsed), parsed.allow_changes, parsed.until_update)
+    allowed = tuple(name for name in parsed.allow_changes.split(",") if name)
+    for name in allowed:
+        if name not in ON_REQUEST:
+            known = ", ".join(ON_REQUEST)
+            raise UserError(f"--allow-changes {name}: not a kind of change; one of {known}")
+    return train(config_from(parsed), allowed, parsed.until_update)
 
 
 if __name__ == "__main__":

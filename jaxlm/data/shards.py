@@ -29,7 +29,15 @@ from typing import Any
 import numpy as np
 
 from jaxlm.errors import UserError
-from jaxlm.files import Lock, sha256_of, sync_directory, sync_file, write_atomically, write_json
+from jaxlm.files import (
+    Lock,
+    is_inside,
+    sha256_of,
+    sync_directory,
+    sync_file,
+    write_atomically,
+    write_json,
+)
 
 FORMAT = 3
 _MANIFEST_KEYS = {"vocabulary_size", "dtype", "begin_id", "begin_token", "end_id", "end_token"}
@@ -126,6 +134,11 @@ class SplitWriter:
         shard_tokens: int,
         position: dict[str, Any] | None = None,
     ):
+        if directory.is_symlink():  # what it leads to may hold files of others
+            raise UserError(
+                f"{directory}: is a link; prepare into a folder of its own (data.directory may be "
+                f"on any disk)"
+            )
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.vocabulary_size = vocabulary_size
@@ -521,9 +534,6 @@ class DataDirectory:
             )
         self.directory = directory
         self.manifest = manifest
-        for path, entry in self.files():
-            if Path(entry["file"]).name != entry["file"]:
-                raise UserError(f"{manifest_path}: names {path}, which is not in its folder")
         self.vocabulary_size: int = manifest["vocabulary_size"]
         self.end_id: int = manifest["end_id"]
         self._verify = verify
@@ -579,7 +589,15 @@ class DataDirectory:
         for entry in (self.manifest["tokenizer"], self.manifest["token_bytes"]):
             if entry is not None:
                 found.append((self.directory, entry))
-        return [(folder / entry["file"], entry) for folder, entry in found]
+        return [(self._path(folder, entry), entry) for folder, entry in found]
+
+    def _path(self, folder: Path, entry: dict[str, Any]) -> Path:
+        if not is_inside(entry["file"]):
+            raise UserError(
+                f"{self.directory / 'manifest.json'}: names the file {entry['file']!r}, which is "
+                f"not in {folder}; prepare the data again"
+            )
+        return folder / entry["file"]
 
     def check(self, path: Path, entry: dict[str, Any], checksum: bool = True) -> None:
         """Compare a file with its entry in the manifest.
@@ -596,13 +614,16 @@ class DataDirectory:
             raise UserError(f"{path}: damaged (checksum differs); prepare the data again")
 
     def _checked(self, folder: Path, entry: dict[str, Any]) -> Path:
-        path = folder / entry["file"]
+        path = self._path(folder, entry)
         self.check(path, entry, self._verify)
         return path
 
     def _load(self, folder: Path, entry: dict[str, Any], dtype: str) -> np.ndarray:
         path = self._checked(folder, entry)
-        array = np.load(path, mmap_mode="r")
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except ValueError as error:
+            raise UserError(f"{path}: not an array of numbers ({error})") from None
         if array.dtype != np.dtype(dtype):
             raise UserError(f"{path}: holds {array.dtype}, the manifest says {dtype}")
         return array

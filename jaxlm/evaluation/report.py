@@ -1,7 +1,8 @@
-"""What a run leaves for people and programs: report.md, report.json, curves.png."""
+"""What a run leaves for people and programs: report.md, report.json, and pictures."""
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,17 @@ is {gain:.4f} nats below it.
 
 Updates skipped because a loss or gradient was not finite: {report["nonfinite_updates"]}. \
 Windows without a target token: {report["empty_windows"]}.
-{_monitors_markdown(report)}{picture}"""
+{_monitors_markdown(report, curves)}{_events_markdown(report)}{picture}"""
 
 
-def _monitors_markdown(report: dict[str, Any]) -> str:
+def _events_markdown(report: dict[str, Any]) -> str:
+    """Where the time went, and what a person should know."""
+    text = f"\n{report['goodput_line']}.\n" if "goodput_line" in report else ""
+    events = [f"* Update {e['update']:,}: {e['text']}" for e in report.get("events", [])]
+    return text + ("\n## Noticed\n\n" + "\n".join(events) + "\n" if events else "")
+
+
+def _monitors_markdown(report: dict[str, Any], pictures: bool) -> str:
     """The monitors' last figures and every alarm; nothing for a run that was not watched."""
     figures = report.get("monitors")
     if figures is None:
@@ -93,6 +101,8 @@ def _monitors_markdown(report: dict[str, Any]) -> str:
         "| figure | value |\n| --- | --- |",
         *[f"| {name} | {text(x)} |" for name, x in figures.items() if name not in hidden],
     ]
+    if pictures:
+        lines.append("\n![What the state does, by update and by core step](monitors.png)")
     lines += [
         f"\n* Alarm {alarm['event']} at update {alarm['update']:,}: {alarm['monitor']} is "
         f"{text(alarm['value'])}, threshold {alarm['threshold']:g}: {alarm['text']}"
@@ -152,23 +162,70 @@ def _draw_curves(
     plt.close(figure)
 
 
+def _draw_monitors(path: Path, records: Sequence[dict[str, Any]], limits: dict[str, Any]) -> None:
+    """One panel for each monitor with its threshold, and the last figures by core step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    units = {"depth_gain": "nats", "overthinking": "nats"}
+    figure, grid = plt.subplots(3, 3, figsize=(13, 9.5), layout="constrained")
+    axes = list(grid.flat)
+    updates = [record["update"] for record in records]
+    styles = {"1": "o:", "half": "s-.", "mean": "D-", "double": "^--", "quadruple": "v:"}
+    names = {"1": "1", "half": "mean / 2", "mean": "mean", "double": "2 x mean"}
+    for name, style in styles.items():
+        losses = [_plotted(record[f"loss_{name}"]) for record in records]
+        axes[0].plot(updates, losses, style, ms=4, lw=1, label=names.get(name, "4 x mean"))
+    axes[0].set(xlabel="update", ylabel="cross-entropy (nats per token)", title="Loss by depth")
+    axes[0].legend(fontsize=8, title="depth")
+    for axis, (name, limit) in zip(axes[1:], limits.items(), strict=False):
+        axis.plot(updates, [_plotted(record[name]) for record in records], "o-", ms=3, lw=1)
+        if limit is not None:
+            axis.axhline(limit, color="grey", ls="--", lw=1, label=f"threshold {limit:g}")
+            axis.legend(fontsize=8)
+        title = name.replace("_", " ").capitalize()
+        axis.set(xlabel="update", ylabel=units.get(name, "ratio"), title=title)
+    last = records[-1]
+    steps = range(1, len(last["state_norm"]) + 1)
+    axes[-2].plot(steps, list(map(_plotted, last["state_norm"])), "o-", ms=3, lw=1)
+    axes[-2].set(xlabel="core step", ylabel="mean norm", title="State norm, last pass")
+    for name, style in (("relative_residual", "o-"), ("state_correlation", "s--")):
+        values = list(map(_plotted, last[name]))
+        axes[-1].plot(steps, values, style, ms=3, lw=1, label=name.replace("_", " "))
+    axes[-1].set(xlabel="core step", ylabel="ratio", title="By step, last pass")
+    axes[-1].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _plotted(value: float | None) -> float:
+    """Numbers that are not finite leave a gap."""
+    return math.nan if value is None else value
+
+
 def write_report(
     directory: Path,
     report: dict[str, Any],
     evaluations: Sequence[Evaluation],
     metrics: Sequence[dict[str, Any]],
     validation: Sequence[dict[str, Any]],
+    monitors: Sequence[dict[str, Any]] = (),
+    limits: dict[str, float | None] | None = None,
 ) -> list[str]:
-    """Write report.json, report.md and, with the extra `report` installed, curves.png.
+    """Write report.json, report.md and, with the extra `report` installed, pictures.
 
     Args:
         directory: the run.
         report: from :func:`evaluation_json`, with `name`, `model`, `parameters`, `tokens`,
-            `nonfinite_updates`, `empty_windows` and, of a run that was watched, `monitors` and
-            `alarms`.
+            `nonfinite_updates`, `empty_windows`; of a run that was watched, `monitors` and
+            `alarms`; where known, `goodput_line` and `events`.
         evaluations: the final figures of each depth.
         metrics: records of metrics.jsonl.
         validation: records of evaluations.jsonl.
+        monitors: records of monitors.jsonl.
+        limits: threshold of each monitor.
 
     Returns:
         The names of the files written.
@@ -180,4 +237,8 @@ def write_report(
         return ["report.md", "report.json"]
     unigram = report["unigram_cross_entropy"]
     _draw_curves(directory / "curves.png", metrics, validation, evaluations, unigram)
-    return ["report.md", "report.json", "curves.png"]
+    written = ["report.md", "report.json", "curves.png"]
+    if monitors and limits:
+        _draw_monitors(directory / "monitors.png", monitors, limits)
+        written.append("monitors.png")
+    return written

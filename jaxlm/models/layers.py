@@ -251,10 +251,12 @@ class Block(nnx.Module):
         sandwich = self.config.norm == "sandwich"
         attention_keys = None if keys_B is None else fold_in(keys_B, 0)
         mlp_keys = None if keys_B is None else fold_in(keys_B, 1)
-        branch = self.attention(self.attention_norm(x_BTD), mask, angles)
+        with jax.named_scope("attention"):
+            branch = self.attention(self.attention_norm(x_BTD), mask, angles)
         x_BTD = x_BTD + dropout(branch, rate, attention_keys)
         x_BTD = self.attention_out_norm(x_BTD) if sandwich else x_BTD
-        branch = self.mlp(self.mlp_norm(x_BTD))
+        with jax.named_scope("mlp"):
+            branch = self.mlp(self.mlp_norm(x_BTD))
         x_BTD = x_BTD + dropout(branch, rate, mlp_keys)
         return self.mlp_out_norm(x_BTD) if sandwich else x_BTD
 
@@ -301,6 +303,7 @@ class Embedding(nnx.Module):
         self.table = nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
         self.config = config
 
+    @jax.named_scope("embedding")
     def __call__(self, tokens_BT: Array) -> Array:
         """Look up tokens; returns [B, T, D]."""
         x_BTD = look_up(self.table[...], tokens_BT).astype(self.config.compute_dtype)

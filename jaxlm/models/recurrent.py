@@ -252,6 +252,7 @@ class RecurrentDepthLM(nnx.Module):
 
         graph, core_params = nnx.split(self.core)
 
+        @jax.named_scope("step")
         def step(params: nnx.State, s_BTD: Array, e_BTD: Array, i: Array) -> Array:
             step_keys = fold_in(keys_B, FIRST_STEP + i) if train else None
             return nnx.merge(graph, params)(s_BTD, e_BTD, mask, angles, step_keys)
@@ -260,9 +261,10 @@ class RecurrentDepthLM(nnx.Module):
         start_BTD = self.initial_state(e_BTD, keys_B)
         free_steps = jnp.asarray(depth, jnp.int32) - jnp.asarray(backprop_depth, jnp.int32)
         frozen = jax.lax.stop_gradient((core_params, start_BTD, e_BTD))
-        free_BTD = jax.lax.fori_loop(
-            0, free_steps, lambda i, s: step(frozen[0], s, frozen[2], i), frozen[1]
-        )
+        with jax.named_scope("core"):
+            free_BTD = jax.lax.fori_loop(
+                0, free_steps, lambda i, s: step(frozen[0], s, frozen[2], i), frozen[1]
+            )
         # Without free steps, gradient also reaches the start, which may be the prelude's output.
         s_BTD = jnp.where(free_steps > 0, free_BTD, start_BTD)
 
@@ -278,16 +280,22 @@ class RecurrentDepthLM(nnx.Module):
             rows = Rows(segment_ids_BT[None], positions_BT[None], keys_MB)
             params = nnx.to_pure_dict(core_params)
             core = self.gradient_steps(max_backprop_depth)
-            s_BTD = cast(
-                Array, unroll(core, params, s_BTD, e_BTD, rows, free_steps, backprop_depth)
-            )
+            with jax.named_scope("core"):
+                s_BTD = cast(
+                    Array, unroll(core, params, s_BTD, e_BTD, rows, free_steps, backprop_depth)
+                )
         else:
             # What an iteration keeps goes through the branch's outputs, weights too: the scan
             # stacks a copy of the core's weights for each step.
-            s_BTD, _ = jax.lax.scan(gradient_step, s_BTD, jnp.arange(max_backprop_depth))
+            with jax.named_scope("core"):
+                s_BTD, _ = jax.lax.scan(gradient_step, s_BTD, jnp.arange(max_backprop_depth))
 
-        return self.final_norm(self.coda(s_BTD, mask, angles, layer_keys))
+        with jax.named_scope("coda"):
+            x_BTD = self.coda(s_BTD, mask, angles, layer_keys)
+        with jax.named_scope("final_norm"):
+            return self.final_norm(x_BTD)
 
+    @jax.named_scope("prelude")
     def _prelude(
         self, x_BTD: Array, mask: Array, angles: tuple[Array, Array], layer_keys: Array | None
     ) -> Array:

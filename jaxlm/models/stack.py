@@ -44,6 +44,7 @@ class Stack(nnx.Module):
         """Apply all layers in turn; arguments as for :class:`Block`."""
         graph, params = nnx.split(self.blocks)
 
+        @jax.named_scope("layer")
         def layer(x_BTD: Array, scanned: tuple[nnx.State, Array]) -> tuple[Array, None]:
             layer_params, layer_id = scanned
             layer_keys = None if keys_B is None else fold_in(keys_B, layer_id)

@@ -5,6 +5,7 @@ Shape legend: B rows, T positions, D width, V vocabulary.
 
 import math
 
+import jax
 from flax import nnx
 from jax import Array
 
@@ -55,8 +56,10 @@ class TransformerLM(nnx.Module):
         x_BTD = dropout(
             x_BTD, config.dropout, fold_in(keys_B, EMBEDDING_DROPOUT) if train else None
         )
-        x_BTD = self.stack(x_BTD, mask, angles, fold_in(keys_B, LAYERS) if train else None)
-        return self.final_norm(x_BTD)
+        with jax.named_scope("stack"):
+            x_BTD = self.stack(x_BTD, mask, angles, fold_in(keys_B, LAYERS) if train else None)
+        with jax.named_scope("final_norm"):
+            return self.final_norm(x_BTD)
 
     def head(self) -> Array:
         """The output matrix [V, D]: logits are hidden states times its transpose."""

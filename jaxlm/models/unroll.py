@@ -123,6 +123,7 @@ class CoreSteps:
             injection = params.get("injection", {})
             x_M = jax.lax.map(lambda a: self._inject(injection, *a), (s_M, e_M))
 
+            @jax.named_scope("layer")
             def layer(x_M: Array, scanned: Any) -> tuple[Array, Array]:
                 block, number = scanned
                 y_M = jax.lax.map(
@@ -135,6 +136,7 @@ class CoreSteps:
             after_M = jax.lax.map(lambda x: self._normalise(norm, x), x_M)
             return after_M, (inputs_LM, x_M)
 
+        @jax.named_scope("gradient_step")
         def step(s_M: Array, j: Array) -> tuple[Array, Any]:
             nothing = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(real, s_M, j)[1]
@@ -160,6 +162,7 @@ class CoreSteps:
         injection, norm = params.get("injection", {}), params.get("state_norm", {})
         layers = jnp.arange(jax.tree.leaves(blocks)[0].shape[0])
 
+        @jax.named_scope("gradient_step")
         def back(i: Array, carry: Any) -> Any:
             ds_M, de_M, block_grads, injection_grads, norm_grads = carry
             j = steps - 1 - i
@@ -183,6 +186,7 @@ class CoreSteps:
 
             norm_grads, dx_M = jax.lax.scan(back_norm, norm_grads, (y_M, ds_M))
 
+            @jax.named_scope("layer")
             def back_layer(carry: Any, scanned: Any) -> tuple[Any, None]:
                 dx_M, block_grads = carry
                 number, block = scanned

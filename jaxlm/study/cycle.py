@@ -23,6 +23,7 @@ from jaxlm.console import console
 from jaxlm.data.pipeline import validation_stream
 from jaxlm.data.prepare import prepare
 from jaxlm.data.shards import DataDirectory
+from jaxlm.environment import PACKAGES
 from jaxlm.errors import Failure, UserError
 from jaxlm.evaluation.evaluate import unigram_cross_entropy
 from jaxlm.files import Lock, sha256_of, size_text, write_atomically
@@ -37,7 +38,6 @@ from jaxlm.training.manifest import damage_text, inspect
 from jaxlm.training.metrics import BLOCKS
 
 JOURNAL = "journal.jsonl"
-_VERSIONS = ("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Launch = Callable[[Path], int]
@@ -175,7 +175,7 @@ class Cycles:
             self.journal.append(
                 "study",
                 settings=self.study.tree(),
-                versions={name: importlib.metadata.version(name) for name in _VERSIONS},
+                versions={name: importlib.metadata.version(name) for name in PACKAGES},
                 python=platform.python_version(),
                 platform=platform.platform(),
             )
@@ -317,8 +317,6 @@ class Cycles:
                 tokens=result["tokens"],
                 blocks=digest_of(blocks[until - study.updates_per_cycle :]),
                 checkpoint=self._checkpoint(name, until),
-                started_at_update=result["started_at_update"],
-                seconds=result["seconds"]["training"],
             )
         sums = job.result.with_suffix(".npz")
         self.journal.append(
@@ -332,7 +330,7 @@ class Cycles:
             device=result["device"],
             peak_memory_bytes=result["peak_memory_bytes"],
             peak_memory_of=result["peak_memory_of"],
-            seconds=result["seconds"]["evaluation"],
+            seconds=result["evaluation_seconds"],
             process_seconds=time.time() - began,
         )
 

@@ -15,10 +15,8 @@ from jaxlm.models.flops import flops_per_token
 from jaxlm.study.journal import Journal
 from jaxlm.study.plan import with_vocabulary
 from jaxlm.study.settings import Study, run_name
+from jaxlm.training.goodput import read_accounts, summary
 from jaxlm.training.metrics import ALARMS, DECISIONS, METRICS, read_records
-
-# An update that took more than so many medians of its cycle began with a compilation.
-_OUTLIER = 10.0
 
 Axis = str  # "tokens", "flops" or "seconds"
 
@@ -40,8 +38,6 @@ class Point:
     # Most bytes on the device, or of the process, and which.
     peak_memory: int
     peak_memory_of: str
-    # Seconds that the worker's process took, everything included.
-    process_seconds: float
     # Per-document sums of the cycle; None where there are none, or not those that were written.
     sums: Path | None
 
@@ -73,6 +69,8 @@ class RunFigures:
     # Tokens a second of the median update, and the share of time that training waited for data.
     training_speed: float
     data_wait: float
+    # goodput.summary of all its processes, killed ones included.
+    goodput: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +190,7 @@ def _run(study: Study, journal: Journal, model: str, seed: int) -> RunFigures | 
     directory = study.directory / "models" / name
     config = with_vocabulary(study.models[model], prepared["vocabulary_size"])
     metrics = read_records(directory / METRICS)
-    flops, seconds = _cumulative(config, metrics, study.updates_per_cycle)
+    flops, seconds = _cumulative(config, metrics)
     points = []
     for event in evaluated:
         cycle = event["cycle"]
@@ -211,7 +209,6 @@ def _run(study: Study, journal: Journal, model: str, seed: int) -> RunFigures | 
                 evaluations=event["evaluations"],
                 peak_memory=event["peak_memory_bytes"],
                 peak_memory_of=event["peak_memory_of"],
-                process_seconds=event["process_seconds"],
                 sums=sums if whole else None,
             )
         )
@@ -230,12 +227,11 @@ def _run(study: Study, journal: Journal, model: str, seed: int) -> RunFigures | 
         empty_windows=last["empty_windows"],
         training_speed=statistics.median(speeds) if speeds else float("nan"),
         data_wait=statistics.fmean(waits) if waits else float("nan"),
+        goodput=summary(read_accounts(directory)) or {},
     )
 
 
-def _cumulative(
-    config: Config, metrics: Sequence[dict[str, Any]], span: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _cumulative(config: Config, metrics: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
     """Training operations and seconds behind each update: [updates] float64 both."""
     attended = (config.data.sequence_length + 1) / 2
 
@@ -244,13 +240,8 @@ def _cumulative(
         return flops_per_token(config.model, attended, depth, backprop).training
 
     tokens = np.diff([r["tokens"] for r in metrics], prepend=0).astype(np.float64)
-    speeds = np.array([r["tokens_per_second"] or np.inf for r in metrics], np.float64)
     each = [per_token(r["depth"] or 0, r["backprop_depth"] or 0) for r in metrics]
-    seconds = tokens / speeds
-    for start in range(0, len(seconds), span):
-        part = seconds[start : start + span]
-        median = np.median(part)
-        part[part > _OUTLIER * median] = median
+    seconds = np.array([r["seconds"] for r in metrics], np.float64)
     return np.cumsum(tokens * np.array(each, np.float64)), np.cumsum(seconds)
 
 

@@ -31,6 +31,7 @@ from jaxlm.study.journal import Journal
 from jaxlm.study.pictures import Series, available, line_chart
 from jaxlm.study.settings import Study, differing, leaves, run_name
 from jaxlm.study.verdict import Losses, Verdict, compare_depths
+from jaxlm.training.goodput import goodput_line
 
 # Stored parameters within this share of one another count as equal.
 _EQUAL_PARAMETERS = 0.02
@@ -72,7 +73,7 @@ def write_report(study: Study, journal: Journal, problems: list[str]) -> Written
         Section("What was equal", _what_was_equal(study, journal, figures, problems)),
         Section("What differed", _what_differed(study)),
         Section("Alarms and controllers", _alarms(figures)),
-        Section("Where the time went", _time(study, journal, figures)),
+        Section("Where the time went", _time(journal, figures)),
         Section("Settings and versions", _settings(study, journal)),
     ]
     directory = study.directory
@@ -435,36 +436,18 @@ def _alarms(figures: Figures) -> list[Block]:
     return [Bullets(shown + ([f"and {more} more, in the runs' records"] if more else []))]
 
 
-def _time(study: Study, journal: Journal, figures: Figures) -> list[Block]:
-    rows = []
+def _time(journal: Journal, figures: Figures) -> list[Block]:
     prepare = [event["seconds"] for event in journal.all("prepared")]
-    for model in figures.models.values():
-        for run in model.runs:
-            spent = sum(event["process_seconds"] for event in
-                        journal.all("evaluated", model=model.name, seed=run.seed))  # fmt: skip
-            evaluating = sum(
-                event["seconds"]
-                for event in journal.all("evaluated", model=model.name, seed=run.seed)
-            )
-            updates = run.points[-1].seconds
-            rows.append(
-                [
-                    run_name(model.name, run.seed),
-                    f"{spent:,.0f}",
-                    f"{updates:,.0f}",
-                    f"{evaluating:,.0f}",
-                    _number(updates / spent if spent else None, "{:.1%}"),
-                ]
-            )
+    items = [
+        f"{run_name(model.name, run.seed)}: {goodput_line(run.goodput)}"
+        for model in figures.models.values()
+        for run in model.runs
+        if run.goodput
+    ]
     freed = sum(event["bytes"] for event in journal.all("reclaimed"))
     return [
-        Table(
-            ["run", "seconds in all", "updates", "evaluation at cycles' ends", "goodput"],
-            rows,
-        ),
-        "Goodput is the share of updates in the processes that finished a cycle; what is left is "
-        "starting, compiling, validation during training and checkpoints. Work of processes that "
-        "were killed is not in it.",
+        Bullets(items),
+        "Goodput is the share of a run's time that went into updates which it still has.",
         f"Preparing took {sum(prepare):,.0f} s in {len(prepare)} cycle(s); {size_text(freed)} of "
         f"tokens were reclaimed.",
     ]

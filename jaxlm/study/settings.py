@@ -54,7 +54,7 @@ FREE_OF_STUDY = r"name|directory|disk|device|reclaim"
 FREE_OF_MODELS = (
     r"prepare\.processes|data\.(directory|prefetch)|model\.(attention|remat)|loss\.chunk_tokens|"
     r"training\.(micro_batch_rows|micro_batches|block_inputs|max_nonfinite_updates)|"
-    r"evaluation\.batch_rows|checkpoint\..*|logging\..*|run\..*"
+    r"evaluation\.batch_rows|(checkpoint|logging|profile|run)\..*"
 )
 
 
@@ -323,6 +323,11 @@ def _model(
     if optim is not None:
         decided["optim"] = optim
     config = from_tree(*merged([*found, (decided, {})]))
+    if config.rewind.response != "off":
+        raise UserError(
+            "rewind.response: a study's runs cannot go back, to tokens that may be gone; leave it "
+            "off (control.controllers has a spike controller)"
+        )
     data = dataclasses.replace(
         config.data, shuffle_tokens=config.data.shuffle_tokens or study.tokens_per_cycle
     )

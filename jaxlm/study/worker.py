@@ -33,7 +33,7 @@ from jaxlm.evaluation.evaluate import (
     number_of_batches,
 )
 from jaxlm.files import Lock, write_atomically, write_json
-from jaxlm.training.loop import Run
+from jaxlm.training.loop import Run, train
 
 STOPPED = 75  # exit code after a signal: saved, and to be started again
 _WAIT_SECONDS = 600.0  # for a worker of before to finish its last save
@@ -103,42 +103,46 @@ def work(job: Job) -> int:
     """
     directory = Path(job.config.run.directory) / job.config.run.name
     _wait_for(directory / "lock")
+    done = False
+
+    def finish(run: Run) -> None:
+        nonlocal done
+        _evaluate_all(run, job)
+        done = True
+
+    train(job.config, until_update=job.until, finish=finish)
+    return 0 if done else STOPPED
+
+
+def _evaluate_all(run: Run, job: Job) -> None:
     began = time.time()
-    run = Run(job.config, until_update=job.until)
-    try:
-        start = run.progress.update
-        if start < job.until and run.train() is not None:
-            return STOPPED
-        trained = time.time()
-        evaluations: dict[str, Any] = {}
-        arrays: dict[str, np.ndarray] = {}
-        for one in job.sets:
-            rows, data = _rows(run, one)
-            if len(rows) == 0:
-                continue
-            found, documents = _evaluate(run, one.name, rows, data, job.depths)
-            evaluations[one.name] = [dataclasses.asdict(evaluation) for evaluation in found]
-            arrays[f"{one.name}.loss"] = documents.loss
-            arrays[f"{one.name}.tokens"] = documents.tokens
-        result = {
-            "update": run.progress.update,
-            "tokens": run.progress.tokens,
-            "parameters": sum(x.size for x in jax.tree.leaves(run.state.params)),
-            "nonfinite_updates": run.progress.nonfinite_updates,
-            "empty_windows": run.progress.empty_windows,
-            "evaluations": evaluations,
-            "seconds": {"training": trained - began, "evaluation": time.time() - trained},
-            "started_at_update": start,
-            "device": jax.devices()[0].device_kind,
-            **_peak_memory(),
-        }
-    finally:
-        run.close()
+    evaluations: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    run.goodput.switch("evaluation")
+    for one in job.sets:
+        rows, data = _rows(run, one)
+        if len(rows) == 0:
+            continue
+        found, documents = _evaluate(run, one.name, rows, data, job.depths)
+        evaluations[one.name] = [dataclasses.asdict(evaluation) for evaluation in found]
+        arrays[f"{one.name}.loss"] = documents.loss
+        arrays[f"{one.name}.tokens"] = documents.tokens
+    run.goodput.record(run.progress.update)
     written = io.BytesIO()
     np.savez_compressed(written, allow_pickle=False, **arrays)
     write_atomically(job.result.with_suffix(".npz"), written.getvalue())
+    result = {
+        "update": run.progress.update,
+        "tokens": run.progress.tokens,
+        "parameters": sum(x.size for x in jax.tree.leaves(run.state.params)),
+        "nonfinite_updates": run.progress.nonfinite_updates,
+        "empty_windows": run.progress.empty_windows,
+        "evaluations": evaluations,
+        "evaluation_seconds": time.time() - began,
+        "device": jax.devices()[0].device_kind,
+        **_peak_memory(),
+    }
     write_json(job.result, result)
-    return 0
 
 
 def _rows(run: Run, one: EvaluationSet) -> tuple[Rows, DataDirectory]:

@@ -93,7 +93,7 @@ class Checkpoints:
         if not read_only:
             directory.mkdir(parents=True, exist_ok=True)
             for path in list(directory.iterdir()):
-                if _LEFTOVER.fullmatch(path.name):
+                if _LEFTOVER.fullmatch(path.name) and not path.is_symlink():
                     shutil.rmtree(path)
         self._identity = self._identify()
         self._thread = ThreadPoolExecutor(1, "checkpoint")

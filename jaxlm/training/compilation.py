@@ -1,5 +1,6 @@
 """One compilation a run: a change of shapes is an error before it costs minutes or memory."""
 
+import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -47,6 +48,8 @@ class CompileOnce:
         # Bytes that XLA plans for the largest program so far, on the device and in pinned host
         # memory; what a run holds besides, such as windows that are prefetched, is not in it.
         self.planned = (0, 0)
+        # Seconds spent compiling so far.
+        self.seconds = 0.0
 
     def __call__(self, *arguments: Any, variant: Hashable = None) -> Any:
         """Call the function.
@@ -74,8 +77,10 @@ class CompileOnce:
 
     def _compile(self, signature: dict[str, str], arguments: Any, variant: Hashable) -> None:
         key = (self.function, self.static, tuple(signature.items()))
+        began = time.perf_counter()
         if key not in _PROGRAMS:
             _PROGRAMS[key] = self.function.lower(self.static, *arguments).compile()
+        self.seconds += time.perf_counter() - began
         self._first[variant], self._programs[variant] = signature, _PROGRAMS[key]
         self.planned = max(planned_bytes(program) for program in self._programs.values())
 

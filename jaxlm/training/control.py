@@ -20,6 +20,7 @@ from jaxlm.config import (
     Config,
     CurriculumConfig,
     DepthConfig,
+    GradientNormConfig,
     PlateauConfig,
     RateByDepthConfig,
     SpikeConfig,
@@ -179,6 +180,40 @@ class Spike(Controller):
         return 1.0, f"{self.settings.updates} updates since the spike are over"
 
 
+class GradientNorm(Controller):
+    """A multiplier below 1 while gradients are larger than usual; see GradientNormConfig."""
+
+    def __init__(self, settings: GradientNormConfig):
+        super().__init__(settings)
+        self.state = {"norms": [], "multiplier": 1.0, "why": "start"}
+
+    def read_update(self, record: dict[str, Any]) -> None:
+        """Compare the recent norms with those before them."""
+        if record["grad_norm"] is None:
+            return
+        settings, state = self.settings, self.state
+        norms = [*state["norms"], record["grad_norm"]][-(settings.usual + settings.recent) :]
+        state["norms"] = norms
+        if len(norms) < settings.usual + settings.recent:
+            return
+        usual = statistics.median(norms[: settings.usual])
+        recent = statistics.median(norms[settings.usual :])
+        following = state["multiplier"] < 1.0
+        if usual <= 0.0 or recent <= (settings.end if following else settings.begin) * usual:
+            state["multiplier"] = 1.0
+        else:
+            ratio = (usual / recent) ** settings.power
+            state["multiplier"] = min(max(ratio, settings.minimum), 1.0)
+        state["why"] = (
+            f"after update {record['update']} the recent gradient norm is {recent:.4g}, the usual "
+            f"one {usual:.4g}"
+        )
+
+    def decide(self, update: int, drawn: Drawn | None) -> tuple[float, str]:
+        """The multiplier of the last norms."""
+        return self.state["multiplier"], self.state["why"]
+
+
 def build(config: Config) -> list[Controller]:
     """The controllers that a configuration names: a new kind is added here and in config.py."""
     controllers: list[Controller] = []
@@ -189,6 +224,8 @@ def build(config: Config) -> list[Controller]:
             controllers.append(RateByDepth(settings))
         elif isinstance(settings, PlateauConfig):
             controllers.append(Plateau(settings))
+        elif isinstance(settings, GradientNormConfig):
+            controllers.append(GradientNorm(settings))
         else:
             controllers.append(Spike(settings))
     return controllers

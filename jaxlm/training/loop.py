@@ -14,7 +14,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlm import environment
 from jaxlm.config import Config, check_horizon, to_tree, to_yaml
 from jaxlm.console import Advance, console, progress
 from jaxlm.data.pipeline import (
@@ -50,27 +51,40 @@ from jaxlm.models.flops import flops_per_token
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce
 from jaxlm.training.control import Control, Settings
+from jaxlm.training.diagnosis import Diagnosis, Finding
+from jaxlm.training.goodput import Goodput, Kind, goodput_line, read_accounts, summary
+from jaxlm.training.manifest import inspect, remove
 from jaxlm.training.metrics import (
     ALARMS,
     EVALUATIONS,
+    EVENTS,
     METRICS,
     MONITORS,
     RunLog,
     read_records,
 )
-from jaxlm.training.monitors import Alarm, Alarms, measure
+from jaxlm.training.monitors import TEXTS, Alarm, Alarms, measure
 from jaxlm.training.optimizer import describe_optimizer
+from jaxlm.training.out_of_memory import explain_out_of_memory, memory_line, ran_out_of_memory
+from jaxlm.training.profiling import (
+    PROFILE,
+    Phases,
+    predicted_ratio,
+    profile_table,
+    ratio_line,
+    summarise,
+    write_profile,
+)
 from jaxlm.training.resume import config_changes, data_changes
+from jaxlm.training.rewind import Rewinds, SpikeError, SpikeWatch, answer
 from jaxlm.training.spec import StepMetrics, StepSpec, step_spec
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import init_state, train_step
+from jaxlm.training.watchdog import Watchdog
 
+STARTS = "starts.jsonl"  # when the run was started, from where, and in which environment
 RECOVERY = "recovery.jsonl"  # which damaged checkpoints were passed over
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it; SIGTERM ends with 0
-
-
-class TooManyNonfiniteUpdatesError(RuntimeError):
-    """The loss or gradient was not finite for too many updates in a row."""
 
 
 @dataclasses.dataclass
@@ -166,14 +180,19 @@ class Run:
     """One run: its directory, data, state and records."""
 
     def __init__(
-        self, config: Config, allow_changes: bool = False, until_update: int | None = None
+        self,
+        config: Config,
+        allow_changes: Collection[str] = (),
+        first_of_process: bool = True,
+        until_update: int | None = None,
     ):
         """Open a run, new or interrupted.
 
         Args:
             config: settings.
-            allow_changes: accept changes of horizon, schedule, learning rate or depth distribution
-                against the run's last checkpoint, and record them in changes.jsonl.
+            allow_changes: kinds of change against the run's last checkpoint that are accepted, and
+                recorded in changes.jsonl: names of `resume.ON_REQUEST`.
+            first_of_process: whether the time since the process began counts as starting.
             until_update: :meth:`train` stops, saved, after so many updates of the horizon; None
                 goes to its end. Data for the later ones need not be there yet.
 
@@ -181,13 +200,15 @@ class Run:
             UserError: unusable data or settings, or changes that may not be made at resume.
         """
         data = ensure_prepared(config)
+        self.directory = Path(config.run.directory) / config.run.name
+        needed = until_update and Rewinds(self.directory).windows_before(until_update)
         sources = open_sources(config.data, data)
         self.windows = training_windows(
             sources,
             config.data,
             config.training.micro_batches,
             config.training.micro_batch_rows,
-            until_update,
+            needed,
         )
         self.validation_rows = rows_of(validation_stream(data, config.data), config.data)
         self.data = data
@@ -201,18 +222,21 @@ class Run:
                 f"--until-update {self.until}: expected 1 to {self.updates}, the run's horizon"
             )
         self.spec: StepSpec = step_spec(config, config.model.vocabulary, self.updates)
-        self.directory = Path(config.run.directory) / config.run.name
         self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         self.progress = Progress()
         self._step = CompileOnce(train_step, self.spec, self.windows.lengths)
         self._peak_flops = peak_flops(jax.devices()[0].device_kind)
         self._last_read = time.perf_counter()
         self._data_seconds = 0.0
+        # Seconds since the last read that belong to no update: compilation, profiling.
+        self._aside_seconds = 0.0
         with contextlib.ExitStack() as stack:
-            self._open(stack, allow_changes)
+            self._open(stack, allow_changes, first_of_process)
             self._open_resources = stack.pop_all()
 
-    def _open(self, stack: contextlib.ExitStack, allow_changes: bool) -> None:
+    def _open(
+        self, stack: contextlib.ExitStack, allow_changes: Collection[str], first_of_process: bool
+    ) -> None:
         """Open what has to be closed again, also when opening the rest fails."""
         config = self.config
         busy = f"{self.directory}: another process is training this run"
@@ -224,12 +248,16 @@ class Run:
                 config.checkpoint.keep_every_tokens,
             )
         )
+        self.rewinds = Rewinds(self.directory)
         self.iterator = device_iterator(
-            self.windows, config.data.prefetch, self.sharding, self.until
+            self.windows,
+            config.data.prefetch,
+            self.sharding,
+            self.rewinds.windows_before(self.until),
         )
         stack.callback(self._close_iterator)
         latest = self.checkpoints.recover(self.directory / RECOVERY)
-        self._changes: list[str] = []
+        self._changes: list[dict[str, Any]] = []
         self._resumed_at = latest or 0
         self.control = Control(config)
         if latest is None:
@@ -241,8 +269,34 @@ class Run:
         write_atomically(self.directory / "config.yaml", to_yaml(config))
         self.log = RunLog(self.directory, self.progress.update, config.logging.tensorboard)
         stack.callback(self.log.close)
+        self.goodput = Goodput(
+            self.directory, self.progress.update, self.log.dropped, first_of_process
+        )
+        stack.callback(lambda: self.goodput.record(self.progress.update))
         self._last_record: dict[str, Any] | None = None
         self._alarms = Alarms(config, read_records(self.directory / MONITORS))
+        self._read_what_was()
+        self._watchdog = Watchdog(self._tell_slow)
+        stack.callback(self._watchdog.close)
+        self._profiling = _Profiling(self)
+        start = {
+            "time": time.time(),
+            "update": self.progress.update,
+            "environment": environment.describe(),
+        }
+        append_line(self.directory / STARTS, json.dumps(start))
+
+    def _read_what_was(self) -> None:
+        """Let everything that follows the records see those of before."""
+        named = [e["finding"] for e in read_records(self.directory / EVENTS) if "finding" in e]
+        self._diagnosis = Diagnosis(self.config, named)
+        self._spikes = SpikeWatch(self.config.rewind)
+        passes = {e["update"]: e for e in read_records(self.directory / EVALUATIONS)}
+        for record in read_records(self.directory / METRICS):
+            self._diagnosis.read_update(record)
+            self._spikes.read(record)
+            if record["update"] + 1 in passes:
+                self._diagnosis.read_evaluation(passes[record["update"] + 1])
 
     def _refuse_to_start_over(self) -> None:
         """Starting anew empties the records: not where they say that checkpoints should be here.
@@ -258,6 +312,55 @@ class Run:
                 f"choose another run.name, or remove {self.directory} to start over"
             )
 
+    def tell_start(self) -> None:
+        """Say where an interrupted run goes on, and what has changed."""
+        done = self.progress.update
+        if done:
+            print(f"Continuing {self.directory} after update {done}", flush=True)
+        for change in self._changes:
+            print(
+                f"Changed from here on ({change['change']}): {change['key']} was {change['was']}, "
+                f"is {change['is']}",
+                flush=True,
+            )
+
+    def go_back(self, spike: SpikeError) -> None:
+        """Make the last whole checkpoint before a spike the newest, and record what follows.
+
+        Later checkpoints are removed first: a kill between the two leaves a run that meets the same
+        spike again.
+
+        Raises:
+            Failure: there is no such checkpoint, or the run went back often enough.
+        """
+        settings, directory = self.config.rewind, self.checkpoints.directory
+        self.checkpoints.wait()
+        what = f"{self.directory}: update {spike.update}: {spike.why}"
+        if len(self.rewinds.made) >= settings.maximum:
+            raise Failure(
+                f"{what}; the run has gone back {settings.maximum} times already (rewind.maximum); "
+                f"lower optim.learning_rate, or look at the data (rewinds.jsonl has the updates)"
+            )
+        before = [update for update in self.checkpoints.updates if update <= spike.since]
+        whole = next((u for u in reversed(before) if inspect(directory / str(u)).whole), None)
+        if whole is None:
+            raise Failure(
+                f"{what}; there is no checkpoint of before update {spike.since} to go back to: "
+                f"lower optim.learning_rate, or save more often (checkpoint.every)"
+            )
+        for update in self.checkpoints.updates:
+            if update > whole:
+                remove(directory, update)
+        spare = len(self.windows) - self.rewinds.windows_before(self.updates)
+        rewind = answer(settings, spike, whole, spare)
+        self.rewinds.append(rewind)
+        then = (
+            f"{rewind.skipped_windows} windows of data are passed over"
+            if rewind.skipped_windows
+            else f"learning rate times {rewind.rate_factor:g} for {rewind.rate_updates} updates"
+        )
+        print(f"Going back from update {spike.update} to {whole}: {rewind.why}; {then}", flush=True)
+
     def _close_iterator(self) -> None:
         self.iterator.close()
         # Grain's iterators complain when the interpreter, not the collector, ends them.
@@ -270,24 +373,24 @@ class Run:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def restore(self, update: int, allow_changes: bool = False) -> TrainState:
+    def restore(self, update: int, allow_changes: Collection[str] = ()) -> TrainState:
         """Go back to a checkpoint: state, position in the data, and counters."""
         metadata = self.checkpoints.metadata(update)
-        refused, on_request = config_changes(metadata["config"], self.config)
+        refused, self._changes = config_changes(metadata["config"], self.config, allow_changes)
         refused += data_changes(
             metadata["data_fingerprint"], self.data_fingerprint, self.config.data.tokens is not None
         )
-        if not allow_changes:
-            refused += [f"{line} (allowed with --allow-changes)" for line in on_request]
         if refused:
             raise UserError(
                 f"{self.directory}: cannot continue from update {update} with these changes; undo "
                 f"them, or choose another run.name:\n" + "\n".join(refused)
             )
-        self._changes = on_request
         self.progress = Progress(**metadata["progress"])
         self.control.restore(metadata["control"])
-        self.iterator.set_state(metadata["data_position"])
+        position = metadata["data_position"]
+        if self.rewinds.made:
+            position |= {"next_index": self.rewinds.windows_before(update)}
+        self.iterator.set_state(position)
         abstract = jax.eval_shape(lambda: init_state(self.spec))
         return self.checkpoints.restore(update, abstract, self.sharding)
 
@@ -304,8 +407,9 @@ class Run:
             "versions": versions,
         }
         if self._changes:  # updates were made under them: now they are part of the run
-            record = {"update": self._resumed_at, "changes": self._changes}
-            append_line(self.directory / "changes.jsonl", json.dumps(record))
+            for change in self._changes:
+                record = {"update": self._resumed_at, **change}
+                append_line(self.directory / "changes.jsonl", json.dumps(record))
             self._changes = []
         self.checkpoints.save(
             self.progress.update, self.state, metadata, self.progress.tokens, validation
@@ -316,23 +420,44 @@ class Run:
     def dispatch(self) -> _Pending:
         """Start the next update and return without waiting for it."""
         update = self.progress.update
-        began = time.perf_counter()
-        window = next(self.iterator)
-        self._data_seconds += time.perf_counter() - began
+        self._profiling.before(update)
+        window = self._next_window()
         settings = self.control.decide(update, lambda mean: self._draw(update, mean))
+        factor = self.rewinds.rate(update)
+        if factor != 1.0:
+            multiplier = settings.rate_multiplier * factor
+            settings = dataclasses.replace(settings, rate_multiplier=multiplier)
         for decision in settings.decisions:
             self.log.decision(dataclasses.asdict(decision))
         arguments = (
-            self.state,
             window,
             jnp.asarray(settings.depth, jnp.int32),
             jnp.asarray(settings.backprop_depth, jnp.int32),
             jnp.asarray(settings.rate_multiplier, jnp.float32),
         )
         length = window["tokens"].shape[-1] - 1
-        self.state, metrics = self._step(*arguments, variant=length)
+        with self._profiling.timing(update, arguments, settings):
+            compiled = self._step.seconds
+            self.state, metrics = self._step(self.state, *arguments, variant=length)
+            self.set_aside("compile", self._step.seconds - compiled)
         self.progress.update += 1
         return _Pending(update, settings, metrics)
+
+    def _next_window(self) -> Any:
+        began = time.perf_counter()
+        before = self.goodput.switch("data")
+        self._watchdog.waiting_for("data")
+        window = next(self.iterator)
+        self._watchdog.waiting_for("the device")
+        self.goodput.switch(before)
+        self.data_seconds = time.perf_counter() - began
+        self._data_seconds += self.data_seconds
+        return window
+
+    def set_aside(self, kind: Kind, seconds: float) -> None:
+        """Seconds that were no part of an update."""
+        self.goodput.move(kind, seconds)
+        self._aside_seconds += seconds
 
     def _draw(self, update: int, mean: float) -> int:
         if self.config.model.kind != "recurrent":
@@ -343,8 +468,11 @@ class Run:
         """Wait for an update, count it, record it, and return its record."""
         metrics = jax.device_get(pending.metrics)
         now = time.perf_counter()
-        seconds, self._last_read = now - self._last_read, now
+        seconds, self._last_read = now - self._last_read - self._aside_seconds, now
         data_seconds, self._data_seconds = self._data_seconds, 0.0
+        self._aside_seconds = 0.0
+        self._watchdog.done(seconds)
+        self._watchdog.begin(self.progress.update)
         progress = self.progress
         target_tokens = int(metrics.target_tokens)
         progress.tokens += target_tokens
@@ -369,6 +497,7 @@ class Run:
             "depth": settings.depth if recurrent else None,
             "backprop_depth": settings.backprop_depth if recurrent else None,
             "mean_depth": settings.mean_depth if recurrent else None,
+            "seconds": seconds,
             "tokens_per_second": tokens_per_second,
             "mfu": self._mfu(tokens_per_second, pending),
             "data_wait_fraction": data_seconds / seconds,
@@ -378,15 +507,45 @@ class Run:
         self._last_record = record
         self.control.read_update(record)
         self.log.update(record)
-        self.log.blocks(pending.update, np.asarray(metrics.blocks).tolist())
+        blocks = np.asarray(metrics.blocks).tolist()
+        self.log.blocks(pending.update, blocks)
+        if not metrics.finite:
+            self._tell_not_finite(pending.update, blocks)
+        self._tell_findings(self._diagnosis.read_update(record))
+        self.goodput.record(pending.update + 1, due_only=True)
+        spike = self._spikes.read(record)
+        if spike is not None and self.config.rewind.response != "off":
+            raise spike
         limit = self.config.training.max_nonfinite_updates
         if progress.nonfinite_in_a_row >= limit:
-            raise TooManyNonfiniteUpdatesError(
-                f"loss or gradient was not finite for {limit} updates in a row (up to update "
-                f"{pending.update}); the checkpoints in {self.checkpoints.directory} hold finite "
-                f"weights of before. Lower optim.learning_rate, or lengthen the warm-up"
+            raise Failure(
+                f"{self.directory}: loss or gradient was not finite for {limit} updates in a row "
+                f"(up to update {pending.update}); the checkpoints in {self.checkpoints.directory} "
+                f"hold finite weights of before. Lower optim.learning_rate, or lengthen the "
+                f"warm-up; python scripts/replay.py {self.directory} --update {pending.update} "
+                f"finds where numbers stop being finite"
             )
         return record
+
+    def _tell(self, update: int, kind: str, text: str, line: str, **more: Any) -> None:
+        """Write an event down and say it."""
+        self.log.event(update, kind, text, **more)
+        print(line, flush=True)
+
+    def _tell_not_finite(self, update: int, blocks: list[list[int]]) -> None:
+        text = (
+            f"loss or gradient was not finite; skipped, {self.progress.nonfinite_updates} so far. "
+            f"Find out where: python scripts/replay.py {self.directory} --update {update}"
+        )
+        ids = [[i for i in row if i >= 0] for row in blocks]
+        self._tell(update, "not_finite", text, f"Update {update}: {text}", blocks=ids)
+
+    def _tell_findings(self, findings: list[Finding]) -> None:
+        for found in findings:
+            self._tell(found.update, "finding", found.text, found.line(), finding=found.kind)
+
+    def _tell_slow(self, update: int, line: str) -> None:
+        self._tell(update, "slow", line, line)
 
     def _mfu(self, tokens_per_second: float, pending: _Pending) -> float | None:
         """Model FLOPs utilisation: causal attention's need, no recomputation counted."""
@@ -421,14 +580,16 @@ class Run:
 
     def train(self) -> signal.Signals | None:
         """Make the updates that are left; returns the signal that ended them early, if any."""
-        config, signals = self.config, _Signals()
+        config, signals, goodput = self.config, _Signals(), self.goodput
         title = f"Training {config.run.name}"
         start = self.progress.update
         with (
             signals.installed(),
             progress(title, self.until, start, config.logging.every) as advance,
         ):
+            goodput.switch("training")
             self._last_read = time.perf_counter()
+            self._watchdog.begin(start)
             pending: _Pending | None = None
             stopping = False
             while self.progress.update < self.until and not stopping:
@@ -446,10 +607,14 @@ class Run:
                 if evaluating or saving or stopping:
                     self._show(advance, self.read(pending))
                     pending = None
+                    self._watchdog.pause()
+                    goodput.switch("evaluation")
                     validation = self._periodic_validation() if evaluating else None
                     stop = [a for a in self._watch() if a.action == "stop"] if evaluating else []
+                    goodput.switch("checkpoint")
                     if saving or stopping or stop:
                         self.save(validation)
+                        goodput.record(done)
                     if stop:
                         self.checkpoints.wait()
                         names = ", ".join(alarm.monitor for alarm in stop)
@@ -458,8 +623,13 @@ class Run:
                             f"alarm of {names} (monitors.stop); the same command goes on, without "
                             f"stopping again before that alarm has cleared"
                         )
+                    goodput.switch("training")
                     self._last_read, self._data_seconds = time.perf_counter(), 0.0
+                    self._watchdog.begin(done)
+            self._watchdog.pause()
+            goodput.switch("checkpoint")
             self.checkpoints.wait()  # under the handlers: no signal may cut the last save short
+            self._profiling.close()
         return signals.received
 
     def _periodic_validation(self) -> float | None:
@@ -469,6 +639,7 @@ class Run:
         record = {"update": self.progress.update, "tokens": self.progress.tokens, **figures}
         self.log.evaluation(_finite(record))
         self.control.read_evaluation(_finite(record))
+        self._tell_findings(self._diagnosis.read_evaluation(_finite(record)))
         return _number(evaluation.cross_entropy)
 
     def _watch(self) -> list[Alarm]:
@@ -502,7 +673,11 @@ class Run:
     def report(self) -> None:
         """Evaluate at every depth asked for and write the report."""
         settings = self.config.evaluation
+        self.goodput.switch("evaluation")
         evaluations = self.validate(settings.depths, None, "Evaluating")
+        self.goodput.record(self.progress.update)
+        goodput = summary(read_accounts(self.directory))
+        assert goodput is not None
         unigram = unigram_cross_entropy(self.data, validation_stream(self.data, self.config.data))
         report = evaluation_json(
             evaluations,
@@ -516,36 +691,27 @@ class Run:
             empty_windows=self.progress.empty_windows,
             monitors=next(reversed(read_records(self.directory / MONITORS)), None),
             alarms=read_records(self.directory / ALARMS),
+            events=read_records(self.directory / EVENTS),
+            goodput=goodput,
+            goodput_line=goodput_line(goodput),
         )
+        thresholds = {name: getattr(self.config.monitors, name) for name in TEXTS}
         written = write_report(
             self.directory,
             _finite(report),
             evaluations,
             read_records(self.directory / METRICS),
             read_records(self.directory / EVALUATIONS),
+            read_records(self.directory / MONITORS),
+            thresholds,
         )
         screen = console()
         screen.print(evaluation_table(evaluations, f"Validation of {self.config.run.name}"))
         screen.print(f"Unigram cross-entropy of the validation tokens: {unigram:.4f}")
+        screen.print(goodput_line(goodput), soft_wrap=True)
         screen.print(f"Written to {self.directory}: {', '.join(written)}")
         if "curves.png" not in written:
             screen.print("(curves.png needs matplotlib: pip install 'jaxlm[report]')")
-
-
-def memory_line(planned: tuple[int, int], peak: int) -> str:
-    """Planned beside measured memory, in GB.
-
-    Args:
-        planned: bytes that XLA plans for the step, on the device and in pinned host memory.
-        peak: most bytes that were in use on the device since the process began; what the run holds
-            beside the step, such as prefetched windows, is in it.
-    """
-    device, host = planned
-    pinned = f" and {host / 1e9:.2f} GB of pinned host memory" if host else ""
-    return (
-        f"Memory: XLA planned {device / 1e9:.2f} GB for the training step{pinned}; "
-        f"measured peak {peak / 1e9:.2f} GB"
-    )
 
 
 def _number(x: np.ndarray | float) -> float | None:
@@ -563,35 +729,134 @@ def _finite(tree: Any) -> Any:
     return _number(tree) if isinstance(tree, float) else tree
 
 
-def train(config: Config, allow_changes: bool = False, until_update: int | None = None) -> int:
+class _Profiling:
+    """Times the phases of the first updates of a new run, and writes the trace asked for."""
+
+    def __init__(self, run: Run):
+        self._run, self._settings = run, run.config.profile
+        done = (run.directory / PROFILE).exists() or run.progress.update > 0
+        self._left = 0 if done else self._settings.updates
+        self._phases = Phases(run.spec) if self._left else None
+        self._records: list[dict[str, float]] = []
+        self._ended: float | None = None
+        self._tracing = False
+
+    def before(self, update: int) -> None:
+        """Start or stop the trace, as the settings say."""
+        if self._settings.trace is None:
+            return
+        first, stop = self._settings.trace
+        if update == first:
+            self._tracing = True
+            jax.profiler.start_trace(str(self._run.directory / "trace"))
+        elif self._tracing and update >= stop:
+            self.close()
+
+    def close(self) -> None:
+        """End the trace, if there is one."""
+        if self._tracing:
+            self._tracing = False
+            jax.block_until_ready(self._run.state)
+            jax.profiler.stop_trace()
+            print(f"Trace written to {self._run.directory / 'trace'}", flush=True)
+
+    @contextlib.contextmanager
+    def timing(self, update: int, arguments: Any, settings: Settings) -> Iterator[None]:
+        """Run the step in the block, with the clock and the phases around it where asked for."""
+        run, phases = self._run, self._phases
+        if phases is None or update == 0:  # the first update compiles
+            yield
+            return
+        jax.block_until_ready(run.state)
+        began = time.perf_counter()
+        if self._ended is not None:
+            self._records[-1]["host"] = began - self._ended - run.data_seconds
+        window, *scalars = arguments
+        if self._left == 0:
+            self._finish()
+            yield
+            return
+        run.state, seconds = phases.measure(run.state, window, *scalars)
+        measured = time.perf_counter()
+        run.set_aside("profile", measured - began)
+        yield
+        jax.block_until_ready(run.state)
+        self._ended = time.perf_counter()
+        length = window["tokens"].shape[-1] - 1
+        self._left -= 1
+        self._records.append(
+            {
+                **seconds,
+                "step": self._ended - measured,
+                "data": run.data_seconds,
+                "tokens": float(window["block"].size * length),
+                "predicted": predicted_ratio(
+                    run.spec, length, settings.depth, settings.backprop_depth
+                ),
+            }
+        )
+
+    def _finish(self) -> None:
+        """Say what was measured, and let go of the programs."""
+        profile = summarise(self._records)
+        write_profile(self._run.directory, profile)
+        console().print(profile_table(profile))
+        print(ratio_line(profile), flush=True)
+        self._phases = None
+
+
+def train(
+    config: Config,
+    allow_changes: Collection[str] = (),
+    until_update: int | None = None,
+    finish: Callable[[Run], None] | None = None,
+) -> int:
     """Run, or continue, what a configuration describes.
 
     Args:
         config: settings.
         allow_changes: see :class:`Run`.
         until_update: stop, saved and without a report, after so many updates of the horizon.
+        finish: what is done with the run at the end in place of that, but not after a signal.
 
     Returns:
         The exit code: 0 after the report or a SIGTERM, 130 after Ctrl-C.
     """
-    run = Run(config, allow_changes, until_update)
+    for line in environment.lines(environment.describe()):
+        print(line, flush=True)
+    first = True
+    while True:
+        run = Run(config, allow_changes, first, until_update)
+        try:
+            return _live(run, finish or (Run.report if until_update is None else _say_saved))
+        except SpikeError as spike:
+            run.go_back(spike)  # and start again from there
+        finally:
+            run.close()
+        first = False
+
+
+def _say_saved(run: Run) -> None:
+    print(f"Saved after update {run.progress.update} of {run.updates}", flush=True)
+
+
+def _live(run: Run, finish: Callable[[Run], None]) -> int:
+    """Train to the end, or to a signal; returns the exit code."""
+    print(f"Data: {run.windows.describe()}", flush=True)
+    print(f"Update: {describe_optimizer(run.config)}", flush=True)
+    run.tell_start()
     try:
-        print(f"Data: {run.windows.describe()}", flush=True)
-        print(f"Update: {describe_optimizer(run.config)}", flush=True)
-        if run.progress.update:
-            print(f"Continuing {run.directory} after update {run.progress.update}", flush=True)
         received = run.train()
-        if received is not None:
-            print(
-                f"Saved after update {run.progress.update} of {run.updates}; "
-                f"the same command continues",
-                flush=True,
-            )
-            return INTERRUPTED if received == signal.SIGINT else 0
-        if until_update is not None:
-            print(f"Saved after update {run.progress.update} of {run.updates}", flush=True)
-            return 0
-        run.report()
-        return 0
-    finally:
-        run.close()
+    except jax.errors.JaxRuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise Failure(explain_out_of_memory(run.config, run.directory)) from error
+    if received is not None:
+        print(
+            f"Saved after update {run.progress.update} of {run.updates}; "
+            f"the same command continues",
+            flush=True,
+        )
+        return INTERRUPTED if received == signal.SIGINT else 0
+    finish(run)
+    return 0

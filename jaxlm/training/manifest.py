@@ -18,6 +18,7 @@ from jaxlm.files import (
     FileSum,
     differences,
     files_under,
+    is_inside,
     sum_files,
     sync_directory,
     sync_tree,
@@ -92,6 +93,8 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
         if _render(tree) != written:
             raise ValueError
         files = {name: FileSum(**entry) for name, entry in tree.pop("files").items()}
+        if not all(map(is_inside, files)):
+            raise ValueError
         return Manifest(files=files, **tree)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise DamagedManifestError(f"{MANIFEST}: is not what was written") from None
@@ -149,7 +152,8 @@ def damage_text(damage: list[str]) -> str:
 
 def updates_in(directory: Path) -> list[int]:
     """The updates of the checkpoints in a folder, ascending."""
-    names = (path.name for path in directory.iterdir() if path.is_dir())
+    # A link is not ours: nothing behind it is read or removed.
+    names = (p.name for p in directory.iterdir() if p.is_dir() and not p.is_symlink())
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
 
 

@@ -21,6 +21,7 @@ from jaxlm.files import write_atomically
 
 METRICS, BLOCKS, EVALUATIONS = "metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"
 MONITORS, ALARMS, DECISIONS = "monitors.jsonl", "alarms.jsonl", "decisions.jsonl"
+EVENTS = "events.jsonl"
 # Of these, a record belongs to the state after so many updates; of the others, to one update.
 _OF_STATES = (EVALUATIONS, MONITORS, ALARMS)
 _TENSORBOARD_SECONDS = 30.0  # between flushes
@@ -54,13 +55,20 @@ class RunLog:
     Every method raises a :class:`Failure` that names the file which cannot be written.
     """
 
+    # Records of updates that will be made again.
+    dropped: list[dict[str, Any]]
+
     def __init__(self, directory: Path, update: int, tensorboard: bool):
         self._files: dict[str, FileIO] = {}
         self._broken = False
-        for name in (METRICS, BLOCKS, DECISIONS, *_OF_STATES):
+        self.dropped = []
+        for name in (METRICS, BLOCKS, DECISIONS, EVENTS, *_OF_STATES):
             path = directory / name
             last = update if name in _OF_STATES else update - 1
-            kept = [record for record in read_records(path) if record["update"] <= last]
+            records = read_records(path)
+            kept = [record for record in records if record["update"] <= last]
+            if name == METRICS:
+                self.dropped = [record for record in records if record["update"] > last]
             if name == METRICS and len(kept) != update:
                 raise UserError(
                     f"{path}: holds the records of {len(kept)} of the {update} updates that the "
@@ -147,6 +155,10 @@ class RunLog:
     def alarm(self, record: dict[str, Any]) -> None:
         """Record that an alarm was raised or has cleared."""
         self._append(ALARMS, record)
+
+    def event(self, update: int, kind: str, text: str, **more: Any) -> None:
+        """Record something that a person should know of."""
+        self._append(EVENTS, {"update": update, "kind": kind, "text": text, **more})
 
     def decision(self, record: dict[str, Any]) -> None:
         """Record what a controller changed."""

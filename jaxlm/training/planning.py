@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import rich.table
 
 from jaxlm.config import Config
+from jaxlm.console import new_table
 from jaxlm.data.shards import token_dtype
 from jaxlm.errors import UserError
 from jaxlm.memory.assignment import Buffer
@@ -28,9 +30,6 @@ from jaxlm.training.step import init_state, train_step
 # what is no buffer of the step: windows that are prefetched, workspaces of cuBLAS, fragmentation
 # of the allocator. On an RTX 3090 this gives 22.6 GB.
 BUDGET_SHARE = 0.95 * 0.935
-
-# Share of a card's memory that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-JAX_DEFAULT_SHARE = 0.75
 
 # Horizon where training.updates is null. The number does not change the program's memory.
 _UPDATES = 1000
@@ -145,6 +144,26 @@ def plan_training(config: Config, device: Device) -> Plan:
     )
 
 
+def gigabytes(count: int) -> str:
+    """Bytes in GB, three decimals."""
+    return f"{count / 1e9:,.3f}"
+
+
+def memory_table(plan: Plan, budget: int, host_budget: int | None = None) -> rich.table.Table:
+    """The parts of the peak, and the budgets in bytes."""
+    table = new_table("memory at the fullest point of an update", "GB", "share")
+    for key, title in PARTS.items():
+        table.add_row(title, gigabytes(plan.parts[key]), f"{plan.parts[key] / plan.peak:.1%}")
+    table.add_section()
+    table.add_row("XLA's peak", gigabytes(plan.peak), "100.0%")
+    table.add_row("budget", gigabytes(budget), "")
+    table.add_section()
+    table.add_row("pinned host memory", gigabytes(plan.host), "")
+    if host_budget is not None:
+        table.add_row("host budget", gigabytes(host_budget), "")
+    return table
+
+
 def lower_step(config: Config, device: Device) -> tuple[jax.stages.Lowered, StepSpec, TrainState]:
     """The training step of a configuration, lowered for a device; its settings; its state's shapes.
 
@@ -164,8 +183,8 @@ def lower_step(config: Config, device: Device) -> tuple[jax.stages.Lowered, Step
         "positions": jax.ShapeDtypeStruct(row, jnp.int32),
         "block": jax.ShapeDtypeStruct(rows, jnp.int32),
     }
-    depth = jax.ShapeDtypeStruct((), jnp.int32)
-    arguments = abstract_arguments(device, (state, window, depth, depth))
+    depth, rate = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+    arguments = abstract_arguments(device, (state, window, depth, depth, rate))
     if config.model.attention != "cudnn":
         return train_step.lower(spec, *arguments), spec, state
     try:

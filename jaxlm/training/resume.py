@@ -1,6 +1,7 @@
 """What may differ between a run and its continuation."""
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from jaxlm.config import Config, to_tree
@@ -16,16 +17,20 @@ FREE = (
     r"model\.(attention|remat)",
     r"loss\.chunk_tokens",
     r"training\.(micro_batch_rows|micro_batches|block_inputs|max_nonfinite_updates)",
-    r"(evaluation|checkpoint|monitors|logging)\..*",
+    r"(evaluation|checkpoint|monitors|logging|profile)\..*",
 )
-# Another experiment from here on: allowed when asked for, and recorded in the run.
-ON_REQUEST = (
-    r"optim\.(learning_rate|schedule|warmup_updates|decay_updates|end_learning_rate)",
-    r"training\.(updates|update)",  # horizon; engine: the state is the same in both
-    r"optim\.(clip|max_norm)",
-    r"data\.epochs",
-    r"(depth|control)\..*",
-)
+# Another experiment from here on: allowed when asked for by name, and recorded in the run.
+ON_REQUEST = {
+    "horizon": (
+        r"training\.updates|data\.epochs|"
+        r"optim\.(schedule|warmup_updates|decay_updates|end_learning_rate)"
+    ),
+    "rate": r"optim\.learning_rate",
+    "clipping": r"optim\.(clip|max_norm)",
+    "engine": r"training\.update",  # the state is the same in both
+    "depth": r"depth\..*",
+    "control": r"(control|rewind)\..*",
+}
 # The rest is frozen: architecture, seeds, order of the data, loss and optimizer.
 
 
@@ -49,20 +54,37 @@ def _window_rows(tree: dict[str, Any]) -> list[int]:
     return [training["micro_batches"] * count for count in rows.values()]
 
 
-def config_changes(stored: dict[str, Any], config: Config) -> tuple[list[str], list[str]]:
+def _kind(key: str) -> str | None:
+    return next((name for name, one in ON_REQUEST.items() if re.fullmatch(one, key)), None)
+
+
+def config_changes(
+    stored: dict[str, Any], config: Config, allowed: Collection[str] = ()
+) -> tuple[list[str], list[dict[str, Any]]]:
     """Compare a stored configuration tree with the one of now.
 
+    Args:
+        stored: from the checkpoint.
+        config: of now.
+        allowed: names of ON_REQUEST.
+
     Returns:
-        Lines ``key: was X, is Y`` for changes that are refused, and for those that are allowed on
-        request. Free changes are left out.
+        Lines ``key: was X, is Y`` for changes that are refused, and records (`change`, one of
+        ON_REQUEST; `key`, `was`, `is`) of those that are allowed. Free changes are left out.
     """
     old, new = _leaves(stored), _leaves(to_tree(config))
-    refused, on_request = [], []
+    refused: list[str] = []
+    made: list[dict[str, Any]] = []
     for key in [*old, *(key for key in new if key not in old)]:
-        if old.get(key) == new.get(key) or _covers(FREE, key):
+        was, now = old.get(key), new.get(key)
+        if was == now or _covers(FREE, key):
             continue
-        line = f"{key}: was {old.get(key)!r}, is {new.get(key)!r}"
-        (on_request if _covers(ON_REQUEST, key) else refused).append(line)
+        kind = _kind(key)
+        if kind in allowed:
+            made.append({"change": kind, "key": key, "was": was, "is": now})
+        else:
+            line = f"{key}: was {was!r}, is {now!r}"
+            refused.append(line if kind is None else f"{line} (--allow-changes {kind} allows it)")
     was, now = _window_rows(stored), _window_rows(to_tree(config))
     if was != now:
         refused.append(
@@ -70,7 +92,7 @@ def config_changes(stored: dict[str, Any], config: Config) -> tuple[list[str], l
             f"was {'/'.join(map(str, was))} rows an update, is {'/'.join(map(str, now))}"
             + (" (by row length, see data.buckets)" if config.data.buckets else "")
         )
-    return refused, on_request
+    return refused, made
 
 
 def data_changes(stored: Fingerprint, now: Fingerprint, may_grow: bool) -> list[str]:

@@ -74,13 +74,14 @@ def loss_sums(
         backprop_depth=backprop,
         max_backprop_depth=spec.max_backprop_depth,
     )
-    sums = chunked_cross_entropy(
-        hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
-        model.head(),
-        tokens[:, 1:].reshape(-1),
-        target_mask(batch["segment_ids"]).reshape(-1),
-        chunk_tokens=spec.loss.chunk_tokens,
-    )
+    with jax.named_scope("head"):
+        sums = chunked_cross_entropy(
+            hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
+            model.head(),
+            tokens[:, 1:].reshape(-1),
+            target_mask(batch["segment_ids"]).reshape(-1),
+            chunk_tokens=spec.loss.chunk_tokens,
+        )
     return sums.cross_entropy + spec.loss.z_loss * sums.squared_log_partition, sums
 
 
@@ -182,22 +183,49 @@ def update_after_backward(
         updates, opt_state, total, sums = multisteps_updates(
             spec, state, window, depth, backprop, rate_multiplier
         )
-    else:
-        grads, total, sums = window_gradients(spec, state, window, depth, backprop)
-        tokens = jnp.maximum(sums.target_tokens, 1.0)
-        grads = jax.tree.map(lambda g: g / tokens, to_float32(grads))
-        updates, opt_state = _optimizer(spec).update(
-            grads, state.opt_state, state.params, rate_multiplier=rate_multiplier
-        )
+        return _apply(state, updates, opt_state, total, sums)
+    grads, total, sums = window_gradients(spec, state, window, depth, backprop)
+    return apply_gradients(spec, state, grads, total, sums, rate_multiplier)
+
+
+def apply_gradients(
+    spec: StepSpec,
+    state: TrainState,
+    grads: optax.Updates,
+    total: Array,
+    sums: LossSums,
+    rate_multiplier: ArrayLike,
+    allowed: ArrayLike = True,
+) -> Outcome:
+    """The optimizer's part of an update, from what :func:`window_gradients` returns.
+
+    With `allowed` false the state stays what it was, after the same work.
+    """
+    tokens = jnp.maximum(sums.target_tokens, 1.0)
+    grads = jax.tree.map(lambda g: g / tokens, to_float32(grads))
+    updates, opt_state = _optimizer(spec).update(
+        grads, state.opt_state, state.params, rate_multiplier=rate_multiplier
+    )
+    return _apply(state, updates, opt_state, total, sums, allowed)
+
+
+def _apply(
+    state: TrainState,
+    updates: optax.Updates,
+    opt_state: optax.OptState,
+    total: Array,
+    sums: LossSums,
+    allowed: ArrayLike = True,
+) -> Outcome:
+    """Change the weights, unless something is not finite."""
     # What decides is known before anything is written: where it hung on the new weights, XLA would
     # hold all of them beside the old ones.
     grad_norm = norm_before_clipping(opt_state)
     finite = jnp.isfinite(total) & jnp.isfinite(grad_norm)
-    applied = finite & (sums.target_tokens > 0)
+    applied = finite & (sums.target_tokens > 0) & allowed
 
     def choose(new: Array, old: Array) -> Array:
-        # A change that is not finite though the gradient was keeps the element it would spoil.
-        return jnp.where(applied & jnp.isfinite(new), new, old)
+        return jnp.where(applied, new, old)
 
     new_params = optax.apply_updates(state.params, updates)
     params = jax.tree.map(choose, new_params, state.params)

@@ -31,6 +31,7 @@ from jaxlm.config import (
     CurriculumConfig,
     DepthConfig,
     EvaluationConfig,
+    GradientNormConfig,
     ModelConfig,
     OptimConfig,
     PlateauConfig,
@@ -47,6 +48,7 @@ from jaxlm.training.control import (
     UPDATE_FIELDS,
     Control,
     Drawn,
+    GradientNorm,
     Plateau,
     RateByDepth,
     Spike,
@@ -124,6 +126,36 @@ def test_spike_is_judged_by_median_and_deviation():
     controller.read_update(update_record(9, None))
     assert controller.state["until"] == 15
     assert "not finite" in controller.decide(14, None)[1]
+
+
+def test_gradient_norms_lower_the_rate_with_hysteresis():
+    """Usual norm 2, from 4 updates; recent norm from 2: begins above 2 x 2, ends below 1.5 x 2."""
+    settings = GradientNormConfig(usual=4, recent=2, begin=2.0, end=1.5, power=0.5, minimum=0.3)
+    controller = GradientNorm(settings)
+    seen = []
+    for update, norm in enumerate([2.0, 2.0, 2.0, 2.0, 2.0, 4.0, 4.0, 8.0, 8.0]):
+        controller.read_update(update_record(update, 1.0) | {"grad_norm": norm})
+        seen.append(controller.decide(update, None)[0])
+    # Recent medians from update 5 on: 3, 4, 6, 8; 4 is not above twice the usual norm, 6 is.
+    assert seen[:7] == [1.0] * 7
+    # Usual norms of the last two: median of 2, 2, 2, 4, which is 2, and of 2, 2, 4, 4, which is 3.
+    assert seen[7:] == pytest.approx([(2 / 6) ** 0.5, (3 / 8) ** 0.5])
+    assert controller.decide(9, None)[1] == (
+        "after update 8 the recent gradient norm is 8, the usual one 3"
+    )
+    controller.read_update(update_record(9, 1.0) | {"grad_norm": None})  # says nothing
+    assert controller.decide(10, None)[0] == seen[-1]
+    # Following goes on down to 1.5 times the usual norm: 5 is 1.25 times the median of 2, 4, 4, 8.
+    controller.read_update(update_record(10, 1.0) | {"grad_norm": 2.0})
+    assert controller.decide(11, None)[0] == 1.0
+
+
+def test_the_multiplier_of_gradient_norms_has_a_floor():
+    controller = GradientNorm(GradientNormConfig(usual=2, recent=1, minimum=0.25))
+    for update, norm in enumerate([1.0, 1.0, 100.0]):
+        controller.read_update(update_record(update, 1.0) | {"grad_norm": norm})
+    assert controller.decide(3, None)[0] == 0.25
+    assert json.loads(json.dumps(controller.state)) == controller.state
 
 
 def test_nothing_is_a_spike_before_the_window_is_full():
@@ -419,10 +451,10 @@ def test_control_may_change_at_resume_when_asked_for(random_data, monkeypatch):
         **CONTROLLED,
         "control": ControlConfig(controllers=CONTROLLED["control"].controllers[:2]),
     }
-    with pytest.raises(UserError, match=r"control.controllers: was .* \(allowed with --allow-ch"):
+    with pytest.raises(UserError, match=r"control.controllers: was .* \(--allow-changes control"):
         loop.train(config_for(random_data, **other))
     signal_at_read(monkeypatch, 8)
-    assert loop.train(config_for(random_data, **other), allow_changes=True) == 0
+    assert loop.train(config_for(random_data, **other), allow_changes=["control"]) == 0
     records = read_records(directory_of(config_for(random_data)) / "metrics.jsonl")
     assert {record["rate_multiplier"] for record in records[6:]} == {1.0}
     assert len({record["rate_multiplier"] for record in records[:6]}) > 1

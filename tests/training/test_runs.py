@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -32,13 +33,13 @@ from jaxlm.config import (
     TransformerConfig,
     to_yaml,
 )
-from jaxlm.errors import UserError
-from jaxlm.training import loop
+from jaxlm.errors import Failure, UserError
+from jaxlm.training import loop, out_of_memory
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce, RecompilationError
 from jaxlm.training.loading import load_resolved, load_run
-from jaxlm.training.loop import memory_line
 from jaxlm.training.metrics import read_records
+from jaxlm.training.out_of_memory import memory_line
 from jaxlm.training.step import init_state
 
 ROOT = Path(__file__).parents[2]
@@ -410,7 +411,7 @@ def test_a_run_that_stays_not_finite_stops_with_good_weights_on_disk(random_data
         return dispatch(self)
 
     monkeypatch.setattr(loop.Run, "dispatch", poisoned)
-    with pytest.raises(loop.TooManyNonfiniteUpdatesError, match="3 updates in a row"):
+    with pytest.raises(Failure, match="3 updates in a row"):
         loop.train(config)
     records = read_records(directory_of(config) / "metrics.jsonl")
     assert [r["applied"] for r in records] == [True] * 7 + [False] * 3
@@ -447,11 +448,11 @@ REFUSED = {
     ),
     "rate": (
         {"optim": OptimConfig(name="adamw", learning_rate=2e-2, warmup_updates=4)},
-        "optim.learning_rate: was 0.01, is 0.02 (allowed with --allow-changes)",
+        "optim.learning_rate: was 0.01, is 0.02 (--allow-changes rate allows it)",
     ),
     "depth": (
         {"depth": DepthConfig(mean=2.0, maximum=6, backprop=2)},
-        "depth.mean: was 3.0, is 2.0 (allowed with --allow-changes)",
+        "depth.mean: was 3.0, is 2.0 (--allow-changes depth allows it)",
     ),
 }
 
@@ -532,8 +533,8 @@ def test_seed_and_sequence_length_are_frozen(random_data, started):
     assert lines == [
         "run.seed: was 11, is 12",
         "data.sequence_length: was 8, is 16",
+        "data.epochs: was 2, is 9 (--allow-changes horizon allows it)",
         "data.seed: was 42, is 1",
-        "data.epochs: was 2, is 9 (allowed with --allow-changes)",
     ]
 
 
@@ -553,12 +554,43 @@ def test_allowed_changes_are_recorded(random_data, started, monkeypatch):
     optim = OptimConfig(name="adamw", learning_rate=2e-2, warmup_updates=4)
     config = config_for(random_data, optim=optim)
     until(monkeypatch, 6)
-    assert loop.train(config, allow_changes=True) == 0
+    with pytest.raises(UserError, match=r"was 0.01, is 0.02 \(--allow-changes rate allows it"):
+        loop.train(config, allow_changes=["horizon", "depth"])
+    assert loop.train(config, allow_changes=["rate"]) == 0
     changes = read_records(directory_of(config) / "changes.jsonl")
-    assert changes == [{"update": 3, "changes": ["optim.learning_rate: was 0.01, is 0.02"]}]
+    expected = {"change": "rate", "key": "optim.learning_rate", "was": 0.01, "is": 0.02}
+    assert changes == [{"update": 3, **expected}]
     rates = [r["learning_rate"] for r in read_records(directory_of(config) / "metrics.jsonl")]
     # Warm-up of 4: the fourth update reaches the new peak.
     assert rates[2:4] == pytest.approx([7.5e-3, 2e-2])
+
+
+def test_a_longer_horizon_is_a_named_change_of_schedule(random_data):
+    """10 updates of a cosine, then on to 20: update 10 is the middle of the longer one."""
+    optim = OptimConfig(name="adamw", learning_rate=1e-2)
+    short = TrainingConfig(updates=10, micro_batch_rows=2, micro_batches=2)
+    assert loop.train(config_for(random_data, training=short, optim=optim)) == 0
+    longer = loop.dataclasses.replace(short, updates=20)
+    config = config_for(random_data, training=longer, optim=optim)
+    with pytest.raises(
+        UserError, match=r"updates: was 10, is 20 \(--allow-changes horizon allows it"
+    ):
+        loop.train(config)
+    assert loop.train(config, allow_changes=["horizon"]) == 0
+    (change,) = read_records(directory_of(config) / "changes.jsonl")
+    assert change == {
+        "update": 10,
+        "change": "horizon",
+        "key": "training.updates",
+        "was": 10,
+        "is": 20,
+    }
+    records = read_records(directory_of(config) / "metrics.jsonl")
+    assert [r["update"] for r in records] == list(range(20))
+    rates = [r["learning_rate"] for r in records]
+    assert rates[5] == pytest.approx(0.5e-2)  # the middle of the short one
+    assert rates[10] == pytest.approx(0.5e-2)
+    assert rates[15] == pytest.approx(1e-2 * (1 + np.cos(0.75 * np.pi)) / 2)
 
 
 def test_a_switched_engine_is_asked_for_recorded_and_goes_on(random_data, monkeypatch):
@@ -576,13 +608,18 @@ def test_a_switched_engine_is_asked_for_recorded_and_goes_on(random_data, monkey
     assert loop.train(switched) == 0
     switched = config_for(random_data, "switched", training=layerwise, **common)
     with pytest.raises(
-        UserError, match=r"update: was 'after_backward', is 'in_backward' \(allowed"
+        UserError, match=r"update: was 'after_backward', is 'in_backward' \(--allow-changes engine"
     ):
         loop.train(switched)
-    assert loop.train(switched, allow_changes=True) == 0
-    assert read_records(directory_of(switched) / "changes.jsonl") == [
-        {"update": 3, "changes": ["training.update: was 'after_backward', is 'in_backward'"]}
-    ]
+    assert loop.train(switched, allow_changes=["engine"]) == 0
+    (change,) = read_records(directory_of(switched) / "changes.jsonl")
+    assert change == {
+        "update": 3,
+        "change": "engine",
+        "key": "training.update",
+        "was": "after_backward",
+        "is": "in_backward",
+    }
     losses = [
         [r["loss"] for r in read_records(directory_of(c) / "metrics.jsonl")]
         for c in (plain, switched)
@@ -644,3 +681,51 @@ def test_signals_end_the_script_with_their_codes(random_data, tmp_path):
         assert "Traceback" not in output
         assert "Exception ignored" not in output
     assert f"Continuing {directory_of(config)} after update {before}" in output
+
+
+def test_out_of_memory_names_settings_and_the_planner(random_data, monkeypatch, capsys):
+    config = config_for(random_data)
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    def fail(self, *_, **__):
+        raise error
+
+    monkeypatch.setattr(CompileOnce, "__call__", fail)
+    with pytest.raises(Failure) as failure:
+        loop.train(config)
+    text = str(failure.value)
+    assert len(text.splitlines()) == 1
+    assert "the device ran out of memory. Settings that take less: training.micro_batch_rows=1" in (
+        text
+    )
+    assert f"plan_memory.py --config {directory_of(config) / 'config.yaml'} --suggest" in text
+    # On a card that the planner knows, its table comes first.
+    known = types.SimpleNamespace(device_kind="NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr(out_of_memory.jax, "devices", lambda: [known])
+    resolved = load_resolved(directory_of(config))
+    capsys.readouterr()
+    out_of_memory.explain_out_of_memory(resolved, directory_of(config))
+    assert "memory at the fullest point of an update" in capsys.readouterr().out
+
+
+def test_other_errors_of_the_runtime_stay_what_they_are(random_data, monkeypatch):
+    def fail(self, *_, **__):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(CompileOnce, "__call__", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        loop.train(config_for(random_data))
+
+
+def test_each_start_and_its_environment_are_written_down(random_data, monkeypatch):
+    config = config_for(random_data)
+    until(monkeypatch, 6)
+    assert loop.train(config) == 0
+    assert loop.train(config) == 0
+    starts = read_records(directory_of(config) / "starts.jsonl")
+    assert [start["update"] for start in starts] == [0, 6]
+    assert starts[0]["environment"]["versions"]["jax"] == jax.__version__
+    report = json.loads((directory_of(config) / "report.json").read_text())
+    assert report["goodput"]["starts"] == 2
+    shares = [report["goodput"]["goodput"], *report["goodput"]["shares"].values()]
+    assert sum(shares) == pytest.approx(1, abs=1e-3)

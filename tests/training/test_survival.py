@@ -23,7 +23,18 @@ from helpers import write_documents
 from lives import PHASES, Lives
 from test_runs import config_for, directory_of
 
-from jaxlm.config import CheckpointConfig, Config, EvaluationConfig, TrainingConfig, to_yaml
+from jaxlm.config import (
+    CheckpointConfig,
+    Config,
+    ControlConfig,
+    CurriculumConfig,
+    EvaluationConfig,
+    MonitorsConfig,
+    RateByDepthConfig,
+    SpikeConfig,
+    TrainingConfig,
+    to_yaml,
+)
 from jaxlm.training import loop
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.loading import load_resolved
@@ -107,13 +118,24 @@ def lives(folder):
 
 
 def configure(folder: Path, name: str, runs: Path | None = None) -> tuple[Config, Path]:
-    """A run of 16 updates with 8 saves, 4 evaluations, pruning and the best kept."""
+    """A run of 16 updates with 8 saves, 4 evaluations, pruning and the best kept.
+
+    Controllers decide, and the alarm of `depth_gain`, which nothing can reach, is raised.
+    """
     config = config_for(
         folder / "data",
         name,
         training=TrainingConfig(updates=UPDATES, micro_batch_rows=2, micro_batches=2),
         evaluation=EvaluationConfig(every=4, depths=(1, 3), batch_rows=4, rows=8),
         checkpoint=CheckpointConfig(every=2, keep=2),
+        control=ControlConfig(
+            controllers=(
+                CurriculumConfig(updates=8),
+                RateByDepthConfig(),
+                SpikeConfig(window=3, deviations=0.5, updates=2),
+            )
+        ),
+        monitors=MonitorsConfig(rows=4, after_updates=0, window=4, depth_gain=9.0),
     )
     if runs is not None:
         run = loop.dataclasses.replace(config.run, directory=str(runs))
@@ -133,13 +155,13 @@ def outcome(config: Config) -> dict:
     with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
         state = checkpoints.restore(checkpoints.find(UPDATES), abstract, place)
         metadata = checkpoints.metadata(UPDATES)
-    timed = {"tokens_per_second", "mfu", "data_wait_fraction", "peak_memory_bytes"}
+    timed = {"seconds", "tokens_per_second", "mfu", "data_wait_fraction", "peak_memory_bytes"}
 
     def untimed(record: dict) -> dict:
         return {key: value for key, value in record.items() if key not in timed}
 
     report = json.loads((directory / "report.json").read_text())
-    del report["name"]
+    del report["name"], report["goodput"], report["goodput_line"], report["events"]
     report["evaluations"] = [untimed(record) for record in report["evaluations"]]
     return {
         "leaves": {
@@ -151,6 +173,11 @@ def outcome(config: Config) -> dict:
         "metrics": [untimed(r) for r in read_records(directory / "metrics.jsonl")],
         "blocks": (directory / "blocks.jsonl").read_text(),
         "evaluations": [untimed(r) for r in read_records(directory / "evaluations.jsonl")],
+        **{
+            name: (directory / f"{name}.jsonl").read_text()
+            for name in ("monitors", "alarms", "decisions")
+        },
+        "events": [r for r in read_records(directory / "events.jsonl") if r["kind"] != "slow"],
         "report": report,
         # Nothing is left over, whatever its name.
         "files": sum(path.is_file() for path in directory.rglob("*")),
@@ -181,6 +208,9 @@ def undisturbed(folder, lives):
     result = outcome(config)
     assert [record["update"] for record in result["metrics"]] == list(range(UPDATES))
     assert [record["update"] for record in result["evaluations"]] == [4, 8, 12, 16]
+    assert result["alarms"].count("depth_gain") == 1
+    assert "Spike" in result["decisions"]
+    assert "Curriculum" in result["decisions"]
     return result
 
 

