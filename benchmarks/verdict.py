@@ -50,7 +50,7 @@ class Design:
 
 
 def _seed_variances(design: Design) -> tuple[float, float]:
-    """Variance of the mean over its seeds of A and of B, of which seeds and interaction are made."""
+    """Variances of A's and B's means over their seeds, interaction included."""
     a, b = design.ratio / design.seeds[0], 1 / design.seeds[1]
     part = design.share * STANDARD_ERROR**2
     return part * a / (a + b), part * b / (a + b)
@@ -110,17 +110,14 @@ _POWER = stats.nct.sf(_CRITICAL, 1 / _INVERSE, 2) + stats.nct.cdf(-_CRITICAL, 1 
 def theory(design: Design, weights: np.ndarray) -> float:
     """Power of Student's t test with Satterthwaite's degrees of freedom of the true variances."""
     unit = STANDARD_ERROR**2
-    of_seeds = _seed_variances(design)
-    freedom = [max(count - 1, 0) for count in design.seeds]
-    if 0 in freedom:  # both variances are one estimate
-        noise = (design.share * unit) ** 2 / max(freedom)
+    if design.ratio == 1:  # one variance for both models
+        noise = (design.share * unit) ** 2 / (sum(design.seeds) - 2)
     else:
-        noise = sum(v**2 / f for v, f in zip(of_seeds, freedom, strict=True))
+        counts = np.array(design.seeds) - 1
+        noise = float((np.square(_seed_variances(design)) / counts).sum())
     square = weights**2
     documents = max(square.sum() ** 2 / (square @ square) - 1, 1.0)
-    interaction = design.interaction * design.share * unit
-    spread = (1 - design.share) * unit + interaction
-    noise += (spread**2 + interaction**2 / sum(freedom)) / documents
+    noise += ((1 - design.share) * unit) ** 2 / documents
     return float(np.interp(noise / unit**2, _INVERSE, _POWER))
 
 

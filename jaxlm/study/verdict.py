@@ -14,17 +14,17 @@ Model. Seed s of model m loses, per token of document d,
 Documents are shared by all; a document's effects on A and on B may be correlated in any way, since
 only their difference enters. Seeds are nested in models and taken to be independent, also between
 the models: where A and B use the same seeds and that makes them alike, the interval is too wide,
-not too narrow. The degrees of freedom take seed variance to be the same in both models; what
-happens if it is not stands in docs/verdict.md.
+not too narrow. Seed and interaction variance are taken to be the same in both models; what happens
+if they are not stands in docs/verdict.md.
 
 Variance. With w_d the share of document d in all target tokens, the difference has the variance
 
-    sum over m of (seed_m + interaction_m sum(w^2)) / S_m  +  document sum(w^2).
+    (1/S_A + 1/S_B) (seed + interaction sum(w^2))  +  document sum(w^2).
 
-The variance of the seeds' means estimates the first part: documents cancel in it. The spread over
-documents of the difference of the models' means gives the second part plus the interaction's share
-of the first, which is taken off by the variance that seeds leave within documents. Where less than
-nothing remains it counts as zero, and the first part alone as variance.
+The pooled variance of the seeds' means estimates the first part: documents cancel in it. The spread
+over documents of the difference of the models' means gives the second part plus the interaction's
+share of the first, which is taken off by the variance that seeds leave within documents. Where less
+than nothing remains it counts as zero, and the first part alone as variance.
 """
 
 from collections.abc import Mapping
@@ -93,7 +93,7 @@ class Verdict:
     high: float
     # Square root of the estimated variance of the difference.
     standard_error: float
-    # Satterthwaite's effective degrees of freedom of that variance, less what estimating them costs.
+    # Satterthwaite's degrees of freedom of that variance, less what estimating them costs.
     degrees_of_freedom: float
     # Seeds of A and of B.
     seeds: tuple[int, int]
@@ -114,11 +114,9 @@ class _Estimate:
     difference: float
     # Variance that comes of seeds, and its degrees of freedom (0: not measured).
     seeds: float
-    seed_freedom: float
-    # Variance that comes of documents alone, and its own variance, half of it.
+    seed_freedom: int
+    # Variance that comes of documents alone, and its degrees of freedom.
     documents: float
-    document_noise: float
-    # Degrees of freedom of a variance between documents.
     document_freedom: float
 
     @property
@@ -139,14 +137,11 @@ class _Estimate:
         (Biometrika 34, 1947) goes as (1 - share) / freedom^2; its factor 7 keeps the rate of false
         positives of a 5 % test below 6 % for any true share with two seeds of each model.
         """
-        total = self.seeds + self.documents
-        if total == 0:
-            return self.document_freedom
-        noise = self.document_noise
+        share, inverse = self._share, 0.0
         if self.seed_freedom:
-            correction = 1 + 7 / self.seed_freedom**2 * (1 - self._share)
-            noise += self.seeds**2 / self.seed_freedom * correction
-        return total**2 / noise
+            correction = 1 + 7 / self.seed_freedom**2 * (1 - share)
+            inverse = share**2 * correction / self.seed_freedom
+        return 1 / (inverse + (1 - share) ** 2 / self.document_freedom)
 
     def critical(self, level: float) -> float:
         """Standard errors that a difference of zero exceeds with probability `level` at most.
@@ -225,41 +220,18 @@ def _estimate(a: Losses, b: Losses) -> _Estimate:
     scale_D = w**2 / (1 - 2 * w + w @ w)
     spread = float(scale_D @ (difference_D - difference) ** 2)
     freedom = _document_freedom(w, scale_D)
-    counts = [len(mean) for mean in mean_S]
-    if max(counts) == 1:
-        noise = spread**2 / freedom
-        return _Estimate(difference, 0.0, 0.0, spread, noise, freedom)
-    # By model, the variance of a seed's mean and the interaction's part in it; that of the other
-    # model where there is one seed.
-    variances = [_seed_variance(x, w, scale_D) if len(x) > 1 else None for x in x_SD]
-    a_variance, b_variance = variances[0] or variances[1], variances[1] or variances[0]
-    assert a_variance is not None
-    assert b_variance is not None
-    seeds, interaction = (
-        in_a / counts[0] + in_b / counts[1]
-        for in_a, in_b in zip(a_variance, b_variance, strict=True)
-    )
-    seed_freedom = _seed_freedom(*counts)
-    noise = (spread**2 + interaction**2 / seed_freedom) / freedom
-    documents = spread - interaction
-    if documents <= 0:
-        documents = noise = 0.0
-    return _Estimate(difference, seeds, seed_freedom, documents, noise, freedom)
-
-
-def _seed_variance(x_SD: np.ndarray, w: np.ndarray, scale_D: np.ndarray) -> tuple[float, float]:
-    """Variance over seeds of the mean over documents, and what of it is interaction."""
-    mean_S = x_SD @ w
-    residual_SD = x_SD - x_SD.mean(0) - (mean_S - mean_S.mean())[:, None]
-    interaction = float((residual_SD**2 @ scale_D).sum()) / (len(x_SD) - 1)
-    return float(mean_S.var(ddof=1)), interaction
-
-
-def _seed_freedom(a: int, b: int) -> float:
-    """Degrees of freedom of V_a / a + V_b / b, of variances over a and b seeds that are alike."""
-    if min(a, b) == 1:
-        return float(max(a, b) - 1)
-    return (1 / a + 1 / b) ** 2 / (1 / (a**2 * (a - 1)) + 1 / (b**2 * (b - 1)))
+    seed_freedom = len(mean_S[0]) + len(mean_S[1]) - 2
+    if not seed_freedom:
+        return _Estimate(difference, 0.0, 0, spread, freedom)
+    seeds = interaction = 0.0
+    for x, mean in zip(x_SD, mean_S, strict=True):
+        seeds += float(((mean - mean.mean()) ** 2).sum())
+        residual_SD = x - x.mean(0) - (mean - mean.mean())[:, None]
+        interaction += float((residual_SD**2 @ scale_D).sum())
+    # Of a sum of squares, the part in the difference of means over seeds.
+    part = (1 / len(mean_S[0]) + 1 / len(mean_S[1])) / seed_freedom
+    documents = max(spread - interaction * part, 0.0)
+    return _Estimate(difference, seeds * part, seed_freedom, documents, freedom)
 
 
 def _text(
