@@ -161,6 +161,20 @@ class PackedRows:
             "block": block,
         }
 
+    def documents(self, rows: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+        """Number in the stream of the document that each token is of, -1 for padding.
+
+        Args:
+            rows: [N] int64; -1 is a row of padding.
+            segment_ids: [N, T + 1], as :meth:`read` gives them for these rows.
+
+        Returns:
+            [N, T + 1] int64.
+        """
+        starts = (rows + self._first) * self.length
+        first = np.searchsorted(self.stream.document_ends, starts, side="right")
+        return np.where(segment_ids > 0, first[:, None] + segment_ids - 1, -1)
+
 
 @dataclass(frozen=True)
 class _Pieces:
@@ -307,6 +321,22 @@ class PieceRows:
             "positions": positions,
             "block": block,
         }
+
+    def documents(self, rows: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+        """Number in the stream of the document that each token is of, -1 for padding.
+
+        Args:
+            rows: [N] int64; -1 is a row of padding.
+            segment_ids: [N, T + 1], as :meth:`read` gives them for these rows.
+
+        Returns:
+            [N, T + 1] int64.
+        """
+        used = segment_ids > 0
+        pieces = np.where(used, self._first[rows][:, None] + segment_ids - 1, 0)
+        begins = self._pieces.documents[pieces]
+        ends = self.stream.document_ends
+        return np.where(used, np.searchsorted(ends, begins, side="right"), -1)
 
 
 Rows = PackedRows | PieceRows
