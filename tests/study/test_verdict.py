@@ -1,7 +1,7 @@
 """Verdicts against independent statistics, and in simulated studies with known variances.
 
-Rates of single comparisons are from 5,000 studies a design with fixed seeds: the standard error is
-0.3 points near 5 %, and 0.7 points of the power. benchmarks/verdict.py has the whole grid.
+Rates of single comparisons are from 3,000 studies a design with fixed seeds: the standard error is
+0.4 points near 5 %, and 0.9 points of the power. benchmarks/verdict.py has the whole grid.
 """
 
 import importlib.util
@@ -182,17 +182,17 @@ def test_far_tails_without_seed_variance_are_those_of_the_documents():
 )
 def test_error_and_power_are_as_promised(design):
     """At most 6 % false positives; power within 3 points of theory and two standard errors."""
-    rates = benchmark.rates(design, 5_000, seed=1)
+    rates = benchmark.rates(design, 3_000, seed=1)
     assert rates.false_positives <= 0.06
     assert rates.covered >= 0.94
-    assert abs(rates.found - rates.theory) <= 0.03 + 0.014
+    assert abs(rates.found - rates.theory) <= 0.03 + 0.018
 
 
 def test_two_seeds_each_err_on_the_safe_side_where_seeds_and_documents_weigh_alike():
     """The one place where theory is out of reach: it knows how much of the variance is seeds'."""
-    rates = benchmark.rates(Design((2, 2), 0.5), 5_000, seed=1)
+    rates = benchmark.rates(Design((2, 2), 0.5), 3_000, seed=1)
     assert rates.false_positives <= 0.06
-    assert -0.08 - 0.014 <= rates.found - rates.theory <= 0.03
+    assert -0.08 - 0.018 <= rates.found - rates.theory <= 0.03
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.95])
