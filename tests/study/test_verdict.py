@@ -192,7 +192,7 @@ def test_two_seeds_each_err_on_the_safe_side_where_seeds_and_documents_weigh_ali
     """The one place where theory is out of reach: it knows how much of the variance is seeds'."""
     rates = benchmark.rates(Design((2, 2), 0.5), 3_000, seed=1)
     assert rates.false_positives <= 0.06
-    assert -0.08 - 0.018 <= rates.found - rates.theory <= 0.03
+    assert -0.07 - 0.018 <= rates.found - rates.theory <= 0.03
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.95])
@@ -203,11 +203,11 @@ def test_any_false_verdict_among_four_depths_is_as_rare(correlation):
 @pytest.mark.long
 @pytest.mark.parametrize("design", benchmark.GRID, ids=str)
 def test_error_and_power_over_the_whole_grid(design):
-    """10,000 studies a design: standard errors of 0.2 and 0.5 points."""
-    rates = benchmark.rates(design, 10_000, seed=3)
+    """Power may fall short by what docs/verdict.md admits; two standard errors are 1.4 points."""
+    rates = benchmark.rates(design, 5_000, seed=3)
     assert rates.false_positives <= 0.06
-    below = {1: 0.25, 2: 0.08}.get(sum(design.seeds) - 2, 0.03 + 0.01)
-    assert -below <= rates.found - rates.theory <= 0.03 + 0.01
+    short = {1: 0.22, 2: 0.07}.get(sum(design.seeds) - 2, 0.04 if design.interaction else 0.03)
+    assert -short - 0.014 <= rates.found - rates.theory <= 0.03 + 0.014
 
 
 # ---------------------------------------------------------------- statements
