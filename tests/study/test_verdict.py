@@ -1,7 +1,7 @@
 """Verdicts against independent statistics, and in simulated studies with known variances.
 
-Rates of single comparisons are from 5,000 studies a design with fixed seeds: the standard error is
-0.3 points near 5 %, and 0.7 points of the power. benchmarks/verdict.py has the whole grid.
+Rates of single comparisons are from 3,000 studies a design with fixed seeds: the standard error is
+0.4 points near 5 %, and 0.9 points of the power. benchmarks/verdict.py has the whole grid.
 """
 
 import importlib.util
@@ -182,17 +182,17 @@ def test_far_tails_without_seed_variance_are_those_of_the_documents():
 )
 def test_error_and_power_are_as_promised(design):
     """At most 6 % false positives; power within 3 points of theory and two standard errors."""
-    rates = benchmark.rates(design, 5_000, seed=1)
+    rates = benchmark.rates(design, 3_000, seed=1)
     assert rates.false_positives <= 0.06
     assert rates.covered >= 0.94
-    assert abs(rates.found - rates.theory) <= 0.03 + 0.014
+    assert abs(rates.found - rates.theory) <= 0.03 + 0.018
 
 
 def test_two_seeds_each_err_on_the_safe_side_where_seeds_and_documents_weigh_alike():
     """The one place where theory is out of reach: it knows how much of the variance is seeds'."""
-    rates = benchmark.rates(Design((2, 2), 0.5), 5_000, seed=1)
+    rates = benchmark.rates(Design((2, 2), 0.5), 3_000, seed=1)
     assert rates.false_positives <= 0.06
-    assert -0.08 - 0.014 <= rates.found - rates.theory <= 0.03
+    assert -0.07 - 0.018 <= rates.found - rates.theory <= 0.03
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.95])
@@ -203,11 +203,11 @@ def test_any_false_verdict_among_four_depths_is_as_rare(correlation):
 @pytest.mark.long
 @pytest.mark.parametrize("design", benchmark.GRID, ids=str)
 def test_error_and_power_over_the_whole_grid(design):
-    """10,000 studies a design: standard errors of 0.2 and 0.5 points."""
-    rates = benchmark.rates(design, 10_000, seed=3)
+    """Power may fall short by what docs/verdict.md admits; two standard errors are 1.4 points."""
+    rates = benchmark.rates(design, 5_000, seed=3)
     assert rates.false_positives <= 0.06
-    below = {1: 0.25, 2: 0.08}.get(sum(design.seeds) - 2, 0.03 + 0.01)
-    assert -below <= rates.found - rates.theory <= 0.03 + 0.01
+    short = {1: 0.22, 2: 0.07}.get(sum(design.seeds) - 2, 0.04 if design.interaction else 0.03)
+    assert -short - 0.014 <= rates.found - rates.theory <= 0.03 + 0.014
 
 
 # ---------------------------------------------------------------- statements
