@@ -12,11 +12,12 @@ import numpy as np
 from jaxlm.config import Config
 from jaxlm.files import sha256_of
 from jaxlm.models.flops import flops_per_token
+from jaxlm.models.match import stored_parameters
 from jaxlm.study.journal import Journal
 from jaxlm.study.plan import with_vocabulary
 from jaxlm.study.settings import Study, run_name
 from jaxlm.training.goodput import read_accounts, summary
-from jaxlm.training.metrics import ALARMS, DECISIONS, METRICS, read_records
+from jaxlm.training.metrics import ALARMS, DECISIONS, EVENTS, METRICS, read_records
 
 Axis = str  # "tokens", "flops" or "seconds"
 
@@ -61,9 +62,10 @@ class RunFigures:
     device: str
     # By cycle, from the first.
     points: list[Point]
-    # Records of alarms and of controllers' decisions.
+    # Records of alarms, of controllers' decisions, and of what else a person should know.
     alarms: list[dict[str, Any]]
     decisions: list[dict[str, Any]]
+    events: list[dict[str, Any]]
     nonfinite_updates: int
     empty_windows: int
     # Tokens a second of the median update, and the share of time that training waited for data.
@@ -103,8 +105,6 @@ class ModelFigures:
 
     def unrolled(self, depth: int | None) -> int:
         """Parameters with the core counted `depth` times."""
-        from jaxlm.models.match import stored_parameters
-
         if depth is None:
             return self.stored
         config = self.config.model
@@ -223,6 +223,7 @@ def _run(study: Study, journal: Journal, model: str, seed: int) -> RunFigures | 
         points=points,
         alarms=read_records(directory / ALARMS),
         decisions=read_records(directory / DECISIONS),
+        events=read_records(directory / EVENTS),
         nonfinite_updates=last["nonfinite_updates"],
         empty_windows=last["empty_windows"],
         training_speed=statistics.median(speeds) if speeds else float("nan"),

@@ -61,10 +61,16 @@ def write_report(study: Study, journal: Journal, problems: list[str]) -> Written
     figures = gather(study, journal)
     if figures is None:
         return Written([])
-    verdicts = {} if problems else _verdicts(study, figures)
+    verdicts: dict[str, dict[int, Verdict]] = {}
+    why = "the losses of single documents are missing or were changed"
+    if not problems:
+        try:
+            verdicts = _verdicts(study, figures)
+        except ValueError as error:  # a loss that is not finite
+            why = str(error)
     title = f"Study {study.config.name} after cycle {figures.cycles} of {study.config.cycles}"
     sections = [
-        Section("Verdict", _verdict_blocks(study, figures, verdicts, problems)),
+        Section("Verdict", _verdict_blocks(study, figures, verdicts, problems, why)),
         *([Section("Optimizers", _sweep(study, figures))] if study.sweep else []),
         Section(f"Figures after cycle {figures.cycles}", _figures(study, figures)),
         Section("At equal tokens, compute and time", _equal(study, figures)),
@@ -72,7 +78,7 @@ def write_report(study: Study, journal: Journal, problems: list[str]) -> Written
         Section("Cycle by cycle", _by_cycle(study, figures)),
         Section("What was equal", _what_was_equal(study, journal, figures, problems)),
         Section("What differed", _what_differed(study)),
-        Section("Alarms and controllers", _alarms(figures)),
+        Section("Alarms, controllers, findings", _alarms(figures)),
         Section("Where the time went", _time(journal, figures)),
         Section("Settings and versions", _settings(study, journal)),
     ]
@@ -150,6 +156,7 @@ def _verdict_blocks(
     figures: Figures,
     verdicts: dict[str, dict[int, Verdict]],
     problems: list[str],
+    why: str,
 ) -> list[Block]:
     if problems:
         return [
@@ -158,7 +165,7 @@ def _verdict_blocks(
             Bullets(problems),
         ]
     if not verdicts:
-        return ["Withheld: the losses of single documents are missing or were changed."]
+        return [f"Withheld: {why}."]
     _, reference = _candidates(study, figures)
     blocks: list[Block] = [
         f"Cross-entropy on the fixed validation documents, each model against "
@@ -207,14 +214,13 @@ def _figures(study: Study, figures: Figures) -> list[Block]:
                 for key in ("cross_entropy", "top1", "top5", "bits_per_byte", "tokens_per_second")
             }
             loss = mean["cross_entropy"]
-            assert loss is not None
             rows.append(
                 [
                     model.name,
                     "-" if depth is None else str(depth),
-                    f"{loss:.4f}",
+                    _number(loss, "{:.4f}"),
                     _spread(model, cycle, depth),
-                    f"{math.exp(min(loss, 700)):,.2f}",
+                    _number(None if loss is None else math.exp(min(loss, 700)), "{:,.2f}"),
                     _number(mean["top1"], "{:.2%}"),
                     _number(mean["top5"], "{:.2%}"),
                     _number(mean["bits_per_byte"], "{:.4f}"),
@@ -262,6 +268,7 @@ def _spread(model: ModelFigures, cycle: int, depth: int | None) -> str:
         evaluation["cross_entropy"]
         for run in model.runs
         if (evaluation := run.points[cycle - 1].evaluation("validation", depth)) is not None
+        and evaluation["cross_entropy"] is not None
     ]
     return "-" if len(losses) < 2 else f"±{statistics.stdev(losses):.4f}"
 
@@ -305,6 +312,7 @@ def _equal(study: Study, figures: Figures) -> list[Block]:
             2,
         )
     )
+    blocks.append("Interpolated differences have no interval; the verdict is at equal tokens.")
     blocks.append(
         "Each row is at the farthest place that both have reached; between the ends of cycles, "
         "losses are interpolated over the logarithm of the axis, before the first they are not "
@@ -424,13 +432,16 @@ def _alarms(figures: Figures) -> list[Block]:
                 + ", ".join(f"{k} {_plain(v)}" for k, v in decision.items() if k != "update")
                 for decision in run.decisions
             ]
+            items += [
+                f"{name}: update {event.get('update')}: {event.get('text')}" for event in run.events
+            ]
             if run.nonfinite_updates or run.empty_windows:
                 items.append(
                     f"{name}: {run.nonfinite_updates} updates skipped because a loss or gradient "
                     f"was not finite, {run.empty_windows} windows without a target token"
                 )
     if not items:
-        return ["No alarm was raised, no controller changed anything, no update was skipped."]
+        return ["No alarm, no decision of a controller, no finding, no update that was skipped."]
     shown = items[:40]
     more = len(items) - len(shown)
     return [Bullets(shown + ([f"and {more} more, in the runs' records"] if more else []))]

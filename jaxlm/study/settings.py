@@ -306,14 +306,14 @@ def _model(
     """The settings of a model: its files, then those of the study file in the order of `layers`."""
     tree, where = places
     found = [read_yaml(path) for path in entry.config]
+    of_study = []
     for path in layers:
         part: Any = tree
         for key in path:
             part = part.get(key) or {} if isinstance(part, dict) else {}
         prefix = ".".join(path) + "."
         at = {k.removeprefix(prefix): v for k, v in where.items() if k.startswith(prefix)}
-        _refuse_decided(part, at, inputs=bool(_get(tree, "settings", "prepare", "inputs")))
-        found.append((part, at))
+        of_study.append((part, at))
     horizon = study.cycles * study.tokens_per_cycle
     decided: dict[str, Any] = {
         "data": {"tokens": [0, horizon], "validation_tokens": None, "epochs": 1, "sources": []},
@@ -322,7 +322,9 @@ def _model(
     }
     if optim is not None:
         decided["optim"] = optim
-    config = from_tree(*merged([*found, (decided, {})]))
+    config = from_tree(*merged([*found, *of_study, (decided, {})]))
+    for part, at in of_study:
+        _refuse_decided(part, at, bool(config.prepare.inputs))
     if config.rewind.response != "off":
         raise UserError(
             "rewind.response: a study's runs cannot go back, to tokens that may be gone; leave it "
@@ -340,12 +342,6 @@ def _model(
         raise UserError(f"{error}; the study has {updates} updates") from None
 
 
-def _get(tree: Any, *path: str) -> Any:
-    for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
-
-
 def leaves(tree: Any, path: str = "") -> dict[str, Any]:
     """Values of nested settings by dotted key."""
     if not isinstance(tree, dict) or not tree:
@@ -361,7 +357,10 @@ def _refuse_decided(settings: dict[str, Any], where: dict[str, str], inputs: boo
         allowed = key == "data.directory" and not inputs
         if any(re.fullmatch(pattern, key) for pattern in DECIDED) and not allowed:
             at = f"{where[key]}: " if where.get(key) else ""
-            raise UserError(f"{at}'{key}' is decided by the study; remove it")
+            hint = "; remove it"
+            if key == "data.directory":
+                hint += ", or prepare.inputs, to read data that are prepared already"
+            raise UserError(f"{at}'{key}' is decided by the study{hint}")
 
 
 def _refuse_unequal(path: Path, models: dict[str, Config]) -> None:

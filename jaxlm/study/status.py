@@ -53,8 +53,9 @@ def _of_run(study: Study, journal: Journal, cycle: int, model: str, seed: int) -
     key = {"cycle": cycle, "model": model, "seed": seed}
     evaluated = journal.find("evaluated", **key)
     if evaluated is not None:
-        best = min(e["cross_entropy"] for e in evaluated["evaluations"]["validation"])
-        return f"{best:.4f}"
+        losses = [e["cross_entropy"] for e in evaluated["evaluations"]["validation"]]
+        finite = [loss for loss in losses if loss is not None]
+        return f"{min(finite):.4f}" if finite else "not finite"
     if journal.find("trained", **key):
         return "trained"
     checkpoints = study.directory / "models" / run_name(model, seed) / "checkpoints"

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import io
 import json
+import math
 import resource
 import signal
 import sys
@@ -124,7 +125,10 @@ def _evaluate_all(run: Run, job: Job) -> None:
         if len(rows) == 0:
             continue
         found, documents = _evaluate(run, one.name, rows, data, job.depths)
-        evaluations[one.name] = [dataclasses.asdict(evaluation) for evaluation in found]
+        evaluations[one.name] = [
+            {key: _finite(value) for key, value in dataclasses.asdict(evaluation).items()}
+            for evaluation in found
+        ]
         arrays[f"{one.name}.loss"] = documents.loss
         arrays[f"{one.name}.tokens"] = documents.tokens
     run.goodput.record(run.progress.update)
@@ -143,6 +147,11 @@ def _evaluate_all(run: Run, job: Job) -> None:
         **_peak_memory(),
     }
     write_json(job.result, result)
+
+
+def _finite(value: float | int | None) -> float | int | None:
+    """None in place of a number that JSON cannot write: a model that has diverged."""
+    return None if value is None or not math.isfinite(value) else value
 
 
 def _rows(run: Run, one: EvaluationSet) -> tuple[Rows, DataDirectory]:

@@ -376,9 +376,18 @@ def test_other_settings_a_foreign_folder_and_a_second_process_are_refused(
     small = study_in(tmp_path / "small", texts, "study.disk=0.00001")
     with pytest.raises(Failure, match=r"left of study\.disk .*make room"):
         finish(small)
-    long = study_in(tmp_path / "long", texts, "study.cycles=30")
-    with pytest.raises(UserError, match=r"30 cycles need 9,601 training tokens, and the sources"):
-        finish(long)
+
+
+def test_sources_that_are_too_small_are_noticed_before_training(texts, tmp_path, capsys):
+    study = study_in(tmp_path / "one", texts, "study.tokens_per_cycle=3200")
+    with pytest.raises(UserError, match=r"3 cycles need 9,601 training tokens, and the sources"):
+        finish(study)
+    assert not (study.directory / "models").exists()
+    study = study_in(tmp_path / "other", texts, "study.cycles=30")
+    with Cycles(study, launch) as cycles:
+        cycles._begin()
+        cycles._prepare(1)
+    assert "and the study needs 9,600" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_keeps_the_tokens(texts, tmp_path, monkeypatch):

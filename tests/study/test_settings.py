@@ -70,6 +70,14 @@ WRONG = {
         ("data: {{sequence", "data: {{tokens: [0, 32], sequence"),
         ["study.yaml:17: 'data.tokens' is decided by the study"],
     ),
+    "a directory and sources": (
+        ("data: {{sequence", "data: {{directory: x, sequence"),
+        ["'data.directory' is decided by the study; remove it, or prepare.inputs"],
+    ),
+    "going back": (
+        (OF_PLAIN, OF_PLAIN + "\n      rewind: {{response: lower_rate}}"),
+        ["rewind.response: a study's runs cannot go back"],
+    ),
     "a name in a run": (
         (OF_PLAIN, OF_PLAIN + "\n      run: {{seed: 3}}"),
         ["'run.seed' is decided by the study"],
