@@ -6,6 +6,7 @@ it was. So a study that was killed anywhere goes on with the same command, and w
 what it would have done.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -38,6 +39,7 @@ from jaxlm.training.manifest import damage_text, inspect
 from jaxlm.training.metrics import BLOCKS
 
 JOURNAL = "journal.jsonl"
+_PASS_ON_SECONDS = 0.2  # until a signal reaches the worker
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Launch = Callable[[Path], int]
@@ -64,23 +66,24 @@ def launcher(environment: Mapping[str, str]) -> Launch:
     """
 
     def launch(job: Path) -> int:
-        child: subprocess.Popen[bytes] | None = None
         received: list[signal.Signals] = []
 
-        def forward(number: int, frame: object) -> None:
+        def remember(number: int, frame: object) -> None:
             del frame
             received.append(signal.Signals(number))
-            if child is not None:
-                child.send_signal(number)
 
-        previous = {number: signal.signal(number, forward) for number in _SIGNALS}
+        previous = {number: signal.signal(number, remember) for number in _SIGNALS}
         try:
             # Not in the terminal's foreground group, where it would get Ctrl-C a second time.
             command = [sys.executable, "-m", "jaxlm.study.worker", str(job)]
             child = subprocess.Popen(command, env=dict(environment), process_group=0)
-            for number in received:  # those that came before there was a child
-                child.send_signal(number)
-            code = child.wait()
+            code, passed_on = None, 0
+            while code is None:
+                for number in received[passed_on:]:
+                    child.send_signal(number)
+                    passed_on += 1
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = child.wait(_PASS_ON_SECONDS)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

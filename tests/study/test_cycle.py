@@ -11,6 +11,7 @@ import pytest
 
 from jaxlm.data.shards import DataDirectory
 from jaxlm.errors import Failure, UserError
+from jaxlm.files import sha256_of
 from jaxlm.study import cycle as machine
 from jaxlm.study.cycle import Cycles
 from jaxlm.study.journal import Journal
@@ -403,3 +404,67 @@ def test_a_damaged_checkpoint_keeps_the_tokens(texts, tmp_path, monkeypatch):
     journal = Journal(study.directory / "journal.jsonl", read_only=True)
     assert journal.find("reclaiming") is None
     assert all((study.directory / n).exists() for n in journal.find("prepared")["files"])
+
+
+def test_a_model_that_has_diverged_is_reported_and_not_judged(finished, tmp_path):
+    study = copy_of(finished, tmp_path)
+    old = Journal(study.directory / "journal.jsonl")
+    old.path.unlink()
+    journal = Journal(old.path)
+    for event in old.events:
+        values = {
+            k: v for k, v in event.items() if k not in ("event", "time", "previous", "sha256")
+        }
+        if event["event"] == "evaluated" and event["model"] == "loop":
+            path = study.directory / f"evaluations/loop-42-cycle-{event['cycle']}.npz"
+            with np.load(path) as arrays:
+                changed = {name: arrays[name] for name in arrays.files}
+            changed["validation.loss"][0, 0] = np.inf
+            np.savez(path, **changed)
+            values["documents"] = sha256_of(path)
+            values["evaluations"]["validation"][0] |= {"cross_entropy": None, "perplexity": None}
+        journal.append(event["event"], **values)
+    finish(study)
+    text = (study.directory / "report.md").read_text()
+    assert "Withheld: losses: inf at seed 0, document 0" in text
+    assert "| loop | 1 | - |" in text
+    assert "is better by" not in text
+
+
+@pytest.mark.long
+def test_optimizers_each_at_its_best_rate(texts, tmp_path):
+    text = TINY[: TINY.index("models:")].replace("cycles: 3", "cycles: 1") + (
+        "sweep:\n  model: {{settings: {{model: {{kind: transformer}}}}}}\n  optimizers:\n"
+        "    adam: {{settings: {{}}, learning_rates: [1e-2, 1e-5]}}\n"
+        "    factored: {{settings: {{optim: {{name: adafactor}}}}, learning_rates: [1e-2, 1e-5]}}\n"
+    )
+    study = study_in(tmp_path, texts, text=text)
+    finish(study)
+    report = json.loads((study.directory / "report.json").read_text())
+    # A rate of 1e-5 learns nothing in ten updates.
+    assert report["reference"] == "adam-lr0.01"
+    assert list(report["verdicts"]) == ["factored-lr0.01"]
+    text = (study.directory / "report.md").read_text()
+    assert "| adam | 0.01 | 2 |" in text
+    assert "factored: the best of its rates, 0.01, is the sweep's edge" in text
+    html = (study.directory / "report.html").read_text()
+    assert "Validation loss by learning rate" in html
+
+
+@pytest.mark.long
+def test_data_prepared_elsewhere_are_read_and_left_alone(texts, tmp_path):
+    whole = study_in(tmp_path / "whole", texts)
+    config = dataclasses.replace(
+        whole.first, data=dataclasses.replace(whole.first.data, directory=str(tmp_path / "data"))
+    )
+    machine.prepare(config)
+    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "data").rglob("*"))
+    text = TINY.replace('inputs: ["{folder}/*.txt"]', "inputs: []")
+    text = text.replace("length: 8}}", f"length: 8, directory: {tmp_path}/data}}}}")
+    study = study_in(tmp_path / "study", texts, text=text)
+    finish(study)
+    assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "data").rglob("*")) == before
+    journal = Journal(study.directory / "journal.jsonl", read_only=True)
+    assert not journal.all("reclaiming")
+    assert [event["files"] for event in journal.all("prepared")] == [{}, {}, {}]
+    assert json.loads((study.directory / "report.json").read_text())["verdicts"]
