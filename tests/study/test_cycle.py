@@ -312,7 +312,7 @@ def test_the_report_says_what_the_runs_measured(finished):
     point = report["models"]["plain"]["seeds"]["42"][2]
     assert point["flops"] == pytest.approx(3 * (2 * weights + attention) * point["tokens"])
     text = (finished.directory / "report.md").read_text()
-    for part in ("## Verdict", "## What was equal", "loop at depth 3", "goodput", "jaxlm 0.1.0"):
+    for part in ("## Verdict", "## What was equal", "loop at depth 3", "Goodput", "jaxlm 0.1.0"):
         assert part in text
     html = (finished.directory / "report.html").read_text()
     assert html.count("data:image/svg") == 5
