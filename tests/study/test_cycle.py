@@ -12,10 +12,13 @@ import pytest
 from jaxlm.data.shards import DataDirectory
 from jaxlm.errors import Failure, UserError
 from jaxlm.files import sha256_of
+from jaxlm.memory.devices import DEVICES
 from jaxlm.study import cycle as machine
 from jaxlm.study.cycle import Cycles
 from jaxlm.study.journal import Journal
+from jaxlm.study.plan import disk_needs, phase_times
 from jaxlm.study.settings import read_study
+from jaxlm.study.status import print_plan, print_status
 from jaxlm.study.worker import read_job, work
 from jaxlm.training.metrics import read_records
 
@@ -468,3 +471,51 @@ def test_data_prepared_elsewhere_are_read_and_left_alone(texts, tmp_path):
     assert not journal.all("reclaiming")
     assert [event["files"] for event in journal.all("prepared")] == [{}, {}, {}]
     assert json.loads((study.directory / "report.json").read_text())["verdicts"]
+
+
+# ---------------------------------------------------------------- plan and status
+
+
+def test_the_plan_by_hand(texts, tmp_path):
+    study = study_in(tmp_path, texts)
+    needs = disk_needs(study)
+    # A window and the shard that reaches into it, 2 bytes a token; four checkpoints of each run:
+    # two are kept, beside them the best, and one is being written.
+    assert (needs.window, needs.tokens) == ((320 + 150) * 2, (320 + 150) * 2)
+    assert disk_needs(study_in(tmp_path, texts, "study.reclaim=false")).tokens == 960 * 2
+    weights = 3 * (4 * 16 * 16 + 3 * 16 * 32) + 300 * 16
+    norms = 3 * (2 * 16 + 2 * 8) + 16
+    bytes_ = 3 * 4 * (weights + norms)  # float32 weights and AdamW's two moments
+    assert needs.checkpoints["plain"] == pytest.approx(4 * (1.01 * bytes_ + 2**20), rel=1e-3)
+    three = disk_needs(study_in(tmp_path, texts, "study.seeds=[1, 2, 3]"))
+    assert three.checkpoints["plain"] == 3 * needs.checkpoints["plain"]
+    times = {(t.phase, t.model): t.seconds for t in phase_times(study, DEVICES["rtx3090"])}
+    # Forward, backward, and the logits once more; 4.5 keys a query on average; 71 TFLOP/s.
+    once = 2 * weights + 3 * 2 * 2 * 16 * 4.5
+    assert times["train", "plain"] == pytest.approx(320 * (3 * once + 2 * 300 * 16) / 71e12)
+    # A fifth of the documents is held out: a quarter as many tokens as are trained on.
+    assert times["evaluate", "plain"] == pytest.approx(80 * once / 71e12)
+
+
+def test_status_of_a_finished_study_and_of_one_under_way(finished, texts, tmp_path, capsys):
+    assert print_status(finished) == 0
+    said = capsys.readouterr().out
+    assert "3 of 3 cycles" in said
+    journal = Journal(finished.directory / "journal.jsonl", read_only=True)
+    loss = journal.find("evaluated", model="plain", cycle=2)["evaluations"]["validation"][0]
+    assert f"{loss['cross_entropy']:.4f}" in said
+    with pytest.raises(UserError, match="the study has not begun"):
+        print_status(study_in(tmp_path, texts))
+    assert not (tmp_path / "studies").exists()
+
+
+@pytest.mark.long
+def test_the_plan_compiles_each_model_for_the_card(texts, tmp_path, capsys):
+    study = study_in(tmp_path, texts)
+    assert print_plan(study) == 0
+    said = capsys.readouterr().out
+    assert "loop" in said
+    assert said.count(" yes ") == 2
+    assert "it fits" in said
+    assert print_plan(study_in(tmp_path, texts, "study.disk=0.0001")) == 1
+    assert "it does not fit" in capsys.readouterr().out
