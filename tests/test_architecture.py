@@ -24,6 +24,7 @@ LAYERS = {
     "sharding": 3,
     "console": 4,
     "config": 4,
+    "environment": 5,
     "files": 5,
     "errors": 6,
 }
@@ -39,6 +40,7 @@ PEERS = {
     "optim": set(),
     "console": set(),
     "config": set(),
+    "environment": set(),
     "files": set(),
     "errors": set(),
 }
