@@ -173,6 +173,7 @@ GRID = [
         for part in (0.5, 1.0)
     ],
     Design((2, 2), 1.0, interaction=1.0),
+    Design((2, 2), 0.85, lengths=0.0),
     Design((3, 3), 0.5, lengths=0.0),
     Design((3, 3), 0.5, lengths=2.0),
     Design((3, 3), 0.0, lengths=2.0),

@@ -137,7 +137,7 @@ class _Estimate:
         Few seeds often understate their variance. The standard error is then too small and the
         degrees of freedom, which see little of the seeds, too large. Welch's second-order term
         (Biometrika 34, 1947) goes as (1 - share) / freedom^2; its factor 7 keeps the rate of false
-        positives of a 5 % test below 6 % for any true share with two seeds of each model.
+        positives of a 5 % test at or below 6 % for any true share with two seeds of each model.
         """
         share, inverse = self._share, 0.0
         if self.seed_freedom:

@@ -203,9 +203,12 @@ def test_any_false_verdict_among_four_depths_is_as_rare(correlation):
 @pytest.mark.long
 @pytest.mark.parametrize("design", benchmark.GRID, ids=str)
 def test_error_and_power_over_the_whole_grid(design):
-    """Power may fall short by what docs/verdict.md admits; two standard errors are 1.4 points."""
+    """Power may fall short by what docs/verdict.md admits; two standard errors are 1.4 points.
+
+    Of the false positives they are 0.6 points: the worst design is near 6 %.
+    """
     rates = benchmark.rates(design, 5_000, seed=3)
-    assert rates.false_positives <= 0.06
+    assert rates.false_positives <= 0.06 + 0.006
     short = {1: 0.22, 2: 0.07}.get(sum(design.seeds) - 2, 0.04 if design.interaction else 0.03)
     assert -short - 0.014 <= rates.found - rates.theory <= 0.03 + 0.014
 
