@@ -14,6 +14,7 @@ from jaxlm.errors import Failure, UserError
 from jaxlm.files import sha256_of
 from jaxlm.memory.devices import DEVICES
 from jaxlm.study import cycle as machine
+from jaxlm.study import report
 from jaxlm.study.cycle import Cycles
 from jaxlm.study.journal import Journal
 from jaxlm.study.plan import disk_needs, phase_times
@@ -210,6 +211,7 @@ def live(study, monkeypatch, edge: int, after: bool) -> bool:
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "append", kill)
+        patch.setattr(report, "available", lambda: False)  # pictures take most of a report's time
         try:
             finish(study)
         except Killed:
@@ -286,17 +288,17 @@ def copy_of(study, folder: Path):
 
 
 def test_the_report_says_what_the_runs_measured(finished):
-    report = json.loads((finished.directory / "report.json").read_text())
+    figures = json.loads((finished.directory / "report.json").read_text())
     journal = Journal(finished.directory / "journal.jsonl", read_only=True)
-    assert (report["cycle"], report["withheld"]) == (3, [])
+    assert (figures["cycle"], figures["withheld"]) == (3, [])
     for model in ("loop", "plain"):
         events = journal.all("evaluated", model=model)
-        points = report["models"][model]["seeds"]["42"]
+        points = figures["models"][model]["seeds"]["42"]
         assert [p["evaluations"] for p in points] == [e["evaluations"] for e in events]
     sums = finished.directory / "evaluations"
     # Verdicts from the documents' sums: their difference is that of the cross-entropies.
     for index, depth in enumerate((1, 3)):
-        found = report["verdicts"]["loop"][str(depth)]
+        found = figures["verdicts"]["loop"][str(depth)]
         losses = [np.load(sums / f"{run}-42-cycle-3.npz") for run in ("loop", "plain")]
         tokens = losses[0]["validation.tokens"].sum()
         one, other = losses[0]["validation.loss"][index].sum(), losses[1]["validation.loss"].sum()
@@ -312,7 +314,7 @@ def test_the_report_says_what_the_runs_measured(finished):
     # FLOPs of the Transformer: 6 per token and weight that multiplies, and attention.
     weights = 3 * (4 * 16 * 16 + 3 * 16 * 32) + 300 * 16
     attention = 3 * 2 * 2 * 16 * 4.5
-    point = report["models"]["plain"]["seeds"]["42"][2]
+    point = figures["models"]["plain"]["seeds"]["42"][2]
     assert point["flops"] == pytest.approx(3 * (2 * weights + attention) * point["tokens"])
     text = (finished.directory / "report.md").read_text()
     for part in ("## Verdict", "## What was equal", "loop at depth 3", "Goodput", "jaxlm 0.1.0"):
@@ -331,9 +333,9 @@ def test_one_changed_line_of_a_block_log_withholds_the_verdict(finished, tmp_pat
     path.write_text("".join([*lines[:31], json.dumps(record) + "\n", *lines[32:]]))
     with pytest.raises(Failure, match=r"verdict withheld: .*between updates 10 and 20.*update 15"):
         finish(study)
-    report = json.loads((study.directory / "report.json").read_text())
-    assert report["verdicts"] == {}
-    assert len(report["withheld"]) == 2
+    figures = json.loads((study.directory / "report.json").read_text())
+    assert figures["verdicts"] == {}
+    assert len(figures["withheld"]) == 2
     assert "Withheld" in (study.directory / "report.md").read_text()
     assert "is better by" not in (study.directory / "report.md").read_text()
     # Both logs changed alike: they agree, and are still not what was recorded.
@@ -354,8 +356,8 @@ def test_changed_sums_of_documents_withhold_the_verdict(finished, tmp_path):
     changed["validation.loss"] = changed["validation.loss"] * 0.9
     np.savez(path, **changed)
     finish(study)
-    report = json.loads((study.directory / "report.json").read_text())
-    assert report["verdicts"] == {}
+    figures = json.loads((study.directory / "report.json").read_text())
+    assert figures["verdicts"] == {}
     assert "missing or were changed" in (study.directory / "report.md").read_text()
 
 
@@ -443,10 +445,10 @@ def test_optimizers_each_at_its_best_rate(texts, tmp_path):
     )
     study = study_in(tmp_path, texts, text=text)
     finish(study)
-    report = json.loads((study.directory / "report.json").read_text())
+    figures = json.loads((study.directory / "report.json").read_text())
     # A rate of 1e-5 learns nothing in ten updates.
-    assert report["reference"] == "adam-lr0.01"
-    assert list(report["verdicts"]) == ["factored-lr0.01"]
+    assert figures["reference"] == "adam-lr0.01"
+    assert list(figures["verdicts"]) == ["factored-lr0.01"]
     text = (study.directory / "report.md").read_text()
     assert "| adam | 0.01 | 2 |" in text
     assert "factored: the best of its rates, 0.01, is the sweep's edge" in text
