@@ -66,7 +66,7 @@ class Replay:
 class _Run:
     """What a replay needs of a run."""
 
-    def __init__(self, directory: Path, update: int):
+    def __init__(self, directory: Path):
         self.directory = directory
         self.config: Config = load_resolved(directory)
         training = self.config.training
@@ -80,7 +80,7 @@ class _Run:
             self.config.data,
             training.micro_batches,
             training.micro_batch_rows,
-            self.rewinds.windows_before(update + 1),
+            self.rewinds.windows_before(len(self.records)),
         )
         self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
@@ -111,7 +111,7 @@ def replay(directory: Path, update: int) -> Replay:
     Raises:
         UserError: no run there, no record of that update, or no checkpoint of before.
     """
-    run = _Run(directory, update)
+    run = _Run(directory)
     if update >= len(run.records):
         raise UserError(
             f"{directory}: has the records of {len(run.records)} updates; --update {update} is "
