@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help quickstart test test-long lint types clean
+.PHONY: help quickstart study test test-long lint types clean
 
 help:
 	@echo "make quickstart   install, then train a small model on Shakespeare's plays"
+	@echo "make study        install, then compare two small models on the same tokens"
 	@echo "make test         install, then run formatting, lint, types and tests"
 
 # Stamp files mark steps that ended well, so that a second make repeats what failed and no more.
@@ -28,6 +29,10 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 # Installs, then trains a small recurrent-depth model on Shakespeare's plays.
 quickstart: $(VENV)/run.stamp
 	$(BIN)/python scripts/train.py --config configs/quickstart.yaml
+
+# Installs, then trains a recurrent-depth model and a Transformer on the same tokens, and compares them.
+study: $(VENV)/run.stamp
+	$(BIN)/python scripts/compare.py --config configs/study_quickstart.yaml
 
 # What CI runs: formatting, lint, types and the test suite.
 test: lint types

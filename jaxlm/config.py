@@ -24,6 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from jaxlm.errors import UserError
 
+T = typing.TypeVar("T")
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=0)]
@@ -136,6 +137,9 @@ class DataConfig:
     sources: tuple[SourceConfig, ...] = ()
     # Range of the stream's tokens to train on, such as [200000000, 400000000]; null is all.
     tokens: tuple[Count, Positive] | None = None
+    # Validation reads the documents among so many first tokens of its split, so that it stays what
+    # it was when the directory grows; null reads all.
+    validation_tokens: Positive | None = None
     # Tokens a row: the context length in training.
     sequence_length: Positive = 1024
     # packed: rows are consecutive windows of the token stream, documents kept apart by segment
@@ -919,9 +923,8 @@ def _valid_keys(cls: type = Config, path: str = "") -> dict[str, str]:
     return keys
 
 
-def _nearest(dotted: str) -> str:
+def _nearest(dotted: str, valid: dict[str, str]) -> str:
     """The valid key that was probably meant, as a phrase."""
-    valid = _valid_keys()
     section, _, leaf = dotted.rpartition(".")
     same_leaf = [key for key in valid if key.rpartition(".")[2] == leaf]
     siblings = [key for key in valid if key.rpartition(".")[0] == section]
@@ -941,9 +944,8 @@ def _nearest(dotted: str) -> str:
     return f"; valid keys here: {', '.join(names)}" if names else ""
 
 
-def _describe(error: Any, where: dict[str, str]) -> str:
+def _describe(error: Any, where: dict[str, str], valid: dict[str, str]) -> str:
     """One line for one of pydantic's errors."""
-    valid = _valid_keys()
     path, dotted = [], ""
     for part in error["loc"]:
         # A union appends the names of its members, a tuple the index, to the key.
@@ -954,7 +956,9 @@ def _describe(error: Any, where: dict[str, str]) -> str:
     at = where.get(dotted)
     prefix = f"{at}: " if at else ""
     if error["type"] == "unexpected_keyword_argument":
-        return f"{prefix}unknown key '{dotted}'{_nearest(dotted)}"
+        return f"{prefix}unknown key '{dotted}'{_nearest(dotted, valid)}"
+    if error["type"] == "missing":
+        return f"{prefix}'{'.'.join(map(str, error['loc']))}' is missing"
     if error["type"] == "value_error":  # a contradiction found by one of the checks above
         section = f"{dotted}: " if dotted else ""
         places = sorted({w for key, w in where.items() if key.startswith(dotted)})
@@ -968,16 +972,24 @@ def _describe(error: Any, where: dict[str, str]) -> str:
     return f"{prefix}'{dotted}{item}' is {json.dumps(error['input'])}: should {message}"
 
 
-def _explain(error: ValidationError, where: dict[str, str]) -> str:
+def _explain(error: ValidationError, where: dict[str, str], valid: dict[str, str]) -> str:
     lines: dict[str, str] = {}
     for item in error.errors(include_url=False):
-        line = _describe(item, where)
+        line = _describe(item, where, valid)
         subject, found, message = line.partition(": should ")
         if found and subject in lines:  # the members of a union each complain; say so in one line
             lines[subject] += f", or {message}"
         else:
             lines[subject if found else line] = line
     return "\n".join(lines.values())
+
+
+def read_tree(cls: type[T], tree: dict[str, Any], where: dict[str, str]) -> T:
+    """Read a tree of plain values into a dataclass of settings; see :func:`from_tree`."""
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(tree))
+    except ValidationError as error:
+        raise UserError(_explain(error, where, _valid_keys(cls))) from None
 
 
 def from_tree(tree: dict[str, Any], where: dict[str, str] | None = None) -> Config:
@@ -990,10 +1002,48 @@ def from_tree(tree: dict[str, Any], where: dict[str, str] | None = None) -> Conf
     Raises:
         UserError: one line for each thing that is wrong.
     """
+    return read_tree(Config, tree, where or {})
+
+
+def read_yaml(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """A YAML file of settings as a tree of plain values, and file and line of each dotted key.
+
+    Raises:
+        UserError: it cannot be read, or is no mapping.
+    """
     try:
-        return TypeAdapter(Config).validate_json(json.dumps(tree))
-    except ValidationError as error:
-        raise UserError(_explain(error, where or {})) from None
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the configuration ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text") from None
+    value, lines = _parse_yaml(text, str(path))
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected settings as 'key: value', found {type(value).__name__}")
+    return value, {key: f"{path}:{line}" for key, line in lines.items()}
+
+
+def merged(
+    layers: Sequence[tuple[dict[str, Any], dict[str, str]]],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Trees of settings, and the places of their keys, merged from left to right."""
+    tree: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    for value, places in layers:
+        _merge(tree, value, where, lambda key, p=places: p.get(key, ""), "")
+    return tree, where
+
+
+def read_word(word: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """A ``key=value`` word as :func:`read_yaml` gives a file; the value is read as YAML."""
+    key, equals, text = word.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+        raise UserError(f"command line: expected key=value, found '{word}'")
+    value, _ = _parse_yaml(text, f"command line: {key}")
+    setting: Any = value if text.strip() else None
+    for part in reversed(key.split(".")):
+        setting = {part: setting}
+    return setting, {key: "command line"}
 
 
 def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
@@ -1006,31 +1056,8 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     Raises:
         UserError: a file that cannot be read, or anything that is wrong in it.
     """
-    tree: dict[str, Any] = {}
-    where: dict[str, str] = {}
-    for path in paths:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path}: cannot read the configuration ({error.strerror})") from None
-        except UnicodeDecodeError:
-            raise UserError(f"{path}: not UTF-8 text") from None
-        value, lines = _parse_yaml(text, str(path))
-        if not isinstance(value, dict):
-            raise UserError(
-                f"{path}: expected settings as 'key: value', found {type(value).__name__}"
-            )
-        _merge(tree, value, where, lambda key, p=path, n=lines: f"{p}:{n.get(key, 1)}", "")
-    for word in overrides:
-        key, equals, text = word.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-            raise UserError(f"command line: expected key=value, found '{word}'")
-        value, _ = _parse_yaml(text, f"command line: {key}")
-        setting: Any = value if text.strip() else None
-        for part in reversed(key.split(".")):
-            setting = {part: setting}
-        _merge(tree, setting, where, lambda _: "command line", "")
-    return from_tree(tree, where)
+    layers = [*(read_yaml(path) for path in paths), *(read_word(word) for word in overrides)]
+    return from_tree(*merged(layers))
 
 
 def to_tree(config: Config) -> dict[str, Any]:
@@ -1038,6 +1065,11 @@ def to_tree(config: Config) -> dict[str, Any]:
     return TypeAdapter(Config).dump_python(config, mode="json")
 
 
+def tree_to_yaml(tree: dict[str, Any]) -> str:
+    """Plain values as YAML that :func:`read_yaml` reads back to equal ones."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def to_yaml(config: Config) -> str:
     """The configuration as YAML that :func:`load` reads back to an equal Config."""
-    return yaml.dump(to_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return tree_to_yaml(to_tree(config))

@@ -95,9 +95,24 @@ def _sums(
     chunk_tokens: int,
     hits: bool,
 ) -> LossSums:
+    return _scan_chunks(hidden_ND, head_VD, targets_N, mask_N, chunk_tokens, hits, False)[0]
+
+
+def _scan_chunks(
+    hidden_ND: Array,
+    head_VD: Array,
+    targets_N: Array,
+    mask_N: Array,
+    chunk_tokens: int,
+    hits: bool,
+    by_token: bool,
+) -> tuple[LossSums, Array | None]:
+    """Sums; and each token's cross-entropy [N], 0 where the mask is 0, if asked for."""
     wide = jnp.promote_types(hidden_ND.dtype, jnp.float32)
 
-    def add_chunk(sums: LossSums, chunk: tuple[Array, Array, Array]) -> tuple[LossSums, None]:
+    def add_chunk(
+        sums: LossSums, chunk: tuple[Array, Array, Array]
+    ) -> tuple[LossSums, Array | None]:
         hidden_CD, targets_C, mask_C = chunk
         logits_CV = _logits(hidden_CD, head_VD)
         log_partition_C = jax.nn.logsumexp(logits_CV, axis=-1)
@@ -110,17 +125,35 @@ def _sums(
             )
             rank_C = jnp.sum(ahead_CV, axis=-1)
             top1, top5 = jnp.sum(mask_C * (rank_C < 1)), jnp.sum(mask_C * (rank_C < 5))
+        losses_C = mask_C * (log_partition_C - target_C[:, 0])
         chunk_sums = LossSums(
-            jnp.sum(mask_C * (log_partition_C - target_C[:, 0])),
+            jnp.sum(losses_C),
             jnp.sum(mask_C * jnp.square(log_partition_C)),
             jnp.sum(mask_C),
             top1,
             top5,
         )
-        return jax.tree.map(jnp.add, sums, chunk_sums), None
+        return jax.tree.map(jnp.add, sums, chunk_sums), losses_C if by_token else None
 
     zeros = LossSums(*[jnp.zeros((), wide)] * 5)
-    return jax.lax.scan(add_chunk, zeros, _scanned(hidden_ND, targets_N, mask_N, chunk_tokens))[0]
+    scanned = _scanned(hidden_ND, targets_N, mask_N, chunk_tokens)
+    sums, losses = jax.lax.scan(add_chunk, zeros, scanned)
+    return sums, None if losses is None else losses.reshape(-1)[: hidden_ND.shape[0]]
+
+
+def sums_and_token_losses(
+    hidden_ND: Array, head_VD: Array, targets_N: Array, mask_N: Array, *, chunk_tokens: int
+) -> tuple[LossSums, Array]:
+    """As :func:`chunked_cross_entropy` with hits, and what each token loses; for evaluation.
+
+    Returns:
+        LossSums; and -log p(target) in nats, [N] in at least float32, 0 for masked tokens.
+    """
+    sums, losses_N = _scan_chunks(
+        hidden_ND, head_VD, targets_N, mask_N, chunk_tokens, hits=True, by_token=True
+    )
+    assert losses_N is not None
+    return sums, losses_N
 
 
 def _forward(hidden_ND, head_VD, targets_N, mask_N, chunk_tokens, hits):

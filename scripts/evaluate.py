@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxlm.cli import run_script
 from jaxlm.console import console, progress
-from jaxlm.data.pipeline import rows_of
+from jaxlm.data.pipeline import rows_of, validation_stream
 from jaxlm.errors import UserError
 from jaxlm.evaluation.evaluate import evaluate, number_of_batches, unigram_cross_entropy
 from jaxlm.evaluation.report import evaluation_json, evaluation_table
@@ -47,7 +47,7 @@ def main() -> int:
             f"--depths: expected numbers from 1 like 1,3,6, found '{arguments.depths}'"
         ) from None
     data = run.data
-    rows = rows_of(data.stream("validation"), config.data)
+    rows = rows_of(validation_stream(data, config.data), config.data)
     recurrent = config.model.kind == "recurrent"
     batches = number_of_batches(
         rows, None, config.evaluation.batch_rows, depths if recurrent else depths[:1]
@@ -64,7 +64,7 @@ def main() -> int:
             text_prefix=data.text_prefix,
             on_batch=on_batch,
         )
-    unigram = unigram_cross_entropy(data)
+    unigram = unigram_cross_entropy(data, validation_stream(data, config.data))
     title = f"Validation of {arguments.run} after update {run.update}"
     console().print(evaluation_table(evaluations, title))
     console().print(f"Unigram cross-entropy of the validation tokens: {unigram:.4f}")

@@ -29,6 +29,9 @@ that is filled up, for each length.
 Ranges. `data.tokens: [a, b]` trains on tokens [a, b) of the stream. Packed: rows a / T to b / T,
 the last of which takes its final target from token b. Otherwise: the documents that begin in the
 range, whole. Of several sources, each gives the rows that it has in that part of the mixture.
+
+A packed stream may still be arriving: with a range that ends where its tokens do not reach yet, a
+run up to an update whose rows are there is the beginning of the run on all of the range.
 """
 
 import functools
@@ -44,7 +47,7 @@ import grain
 import numpy as np
 
 from jaxlm.config import DataConfig
-from jaxlm.data.shards import DataDirectory, TokenStream
+from jaxlm.data.shards import DataDirectory, Fingerprint, TokenStream
 from jaxlm.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -125,7 +128,10 @@ class PackedRows:
     def tokens(self) -> int:
         """Tokens in all rows, not counting padding; an edge token that two rows share is two."""
         last = (self._first + self._rows) * self.length + 1
-        return self._rows * (self.length + 1) - max(last - len(self.stream), 0)
+        missing = last - len(self.stream)
+        # Only the stream's last row is padded; more is missing where rows have not arrived yet.
+        padding = missing if 0 < missing <= self.length else 0
+        return self._rows * (self.length + 1) - padding
 
     def read(self, rows: np.ndarray) -> Batch:
         """The arrays of rows, [N, T + 1] and `block` [N].
@@ -136,6 +142,7 @@ class PackedRows:
         width = self.length + 1
         starts = (rows + self._first) * self.length
         used = np.where(rows < 0, 0, np.minimum(width, len(self.stream) - starts))
+        assert used.min(initial=0) >= 0, "rows that have not arrived are refused beforehand"
         full = used == width
         if full.all():
             tokens = self.stream.read_rows(starts, width)
@@ -160,6 +167,20 @@ class PackedRows:
             "positions": positions,
             "block": block,
         }
+
+    def documents(self, rows: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+        """Number in the stream of the document that each token is of, -1 for padding.
+
+        Args:
+            rows: [N] int64; -1 is a row of padding.
+            segment_ids: [N, T + 1], as :meth:`read` gives them for these rows.
+
+        Returns:
+            [N, T + 1] int64.
+        """
+        starts = (rows + self._first) * self.length
+        first = np.searchsorted(self.stream.document_ends, starts, side="right")
+        return np.where(segment_ids > 0, first[:, None] + segment_ids - 1, -1)
 
 
 @dataclass(frozen=True)
@@ -307,6 +328,22 @@ class PieceRows:
             "positions": positions,
             "block": block,
         }
+
+    def documents(self, rows: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+        """Number in the stream of the document that each token is of, -1 for padding.
+
+        Args:
+            rows: [N] int64; -1 is a row of padding.
+            segment_ids: [N, T + 1], as :meth:`read` gives them for these rows.
+
+        Returns:
+            [N, T + 1] int64.
+        """
+        used = segment_ids > 0
+        pieces = np.where(used, self._first[rows][:, None] + segment_ids - 1, 0)
+        begins = self._pieces.documents[pieces]
+        ends = self.stream.document_ends
+        return np.where(used, np.searchsorted(ends, begins, side="right"), -1)
 
 
 Rows = PackedRows | PieceRows
@@ -516,6 +553,11 @@ class _Sequence:
         before = self._turns.before(self._skip + n)
         return [count - skipped for count, skipped in zip(before, self._skipped, strict=True)]
 
+    def highest_row(self, n: int) -> int:
+        """The highest number, in the stream of a single packed source, of the first n rows."""
+        (rows,) = self.parts
+        return int(self._shuffled[0].take(0, n).max()) + int(rows.begins()[0]) // rows.length
+
     def read(self, start: int, stop: int, size: int) -> Batch:
         """Rows [start, stop) of the sequence, filled up to `size` rows with padding."""
         first, last = self.given(start), self.given(stop)
@@ -555,7 +597,7 @@ class Source:
     # Share of the rows, relative to the other sources.
     weight: float
     # DataDirectory.fingerprint.
-    fingerprint: dict[str, str]
+    fingerprint: Fingerprint
 
 
 def open_sources(config: DataConfig, data: DataDirectory) -> list[Source]:
@@ -565,38 +607,64 @@ def open_sources(config: DataConfig, data: DataDirectory) -> list[Source]:
         UserError: a source that is missing or damaged, that was not made with the tokenizer,
             vocabulary and normalization of `data`, or that stands there twice.
     """
+    own = data.fingerprint(_last_token(config), config.validation_tokens)
     if not config.sources:
-        return [Source(str(data.directory), data.stream("train"), 1.0, data.fingerprint)]
+        return [Source(str(data.directory), data.stream("train"), 1.0, own)]
     sources: list[Source] = []
     for setting in config.sources:
         directory = DataDirectory(Path(setting.directory))
+        fingerprint = directory.fingerprint(None, None)
         for field in ("tokenizer", "normalization", "vocabulary"):
-            if directory.fingerprint[field] != data.fingerprint[field]:
+            if fingerprint[field] != own[field]:
                 raise UserError(
                     f"data.sources: {setting.directory} differs from {data.directory} in its "
                     f"{field}; prepare both with the same tokenizer and normalization"
                 )
         for other in sources:
-            if other.fingerprint["train tokens"] == directory.fingerprint["train tokens"]:
+            if other.fingerprint["train tokens"] == fingerprint["train tokens"]:
                 raise UserError(
                     f"data.sources: {setting.directory} holds the same tokens as {other.name}; "
                     f"name each once, with the sum of the weights"
                 )
         sources.append(
-            Source(
-                setting.directory, directory.stream("train"), setting.weight, directory.fingerprint
-            )
+            Source(setting.directory, directory.stream("train"), setting.weight, fingerprint)
         )
     return sources
 
 
-def fingerprint_of(data: DataDirectory, sources: Sequence[Source]) -> dict[str, str]:
+def _last_token(config: DataConfig) -> int | None:
+    """Training tokens of `data.directory` that a run may read, its last target included."""
+    return None if config.tokens is None or config.sources else config.tokens[1] + 1
+
+
+def fingerprint_of(
+    data: DataDirectory, config: DataConfig, sources: Sequence[Source] = ()
+) -> Fingerprint:
     """What must not change under a run: that of `data`, and the tokens of every other source."""
-    fields = dict(data.fingerprint)
-    for number, source in enumerate(sources):
-        if source.fingerprint != data.fingerprint:
-            fields[f"sources[{number}] train tokens"] = source.fingerprint["train tokens"]
+    fields = data.fingerprint(_last_token(config), config.validation_tokens)
+    if config.sources:
+        whole = data.fingerprint(None, None)["train tokens"]
+        for number, source in enumerate(sources):
+            if source.fingerprint["train tokens"] != whole:
+                fields[f"sources[{number}] train tokens"] = source.fingerprint["train tokens"]
     return fields
+
+
+def validation_stream(data: DataDirectory, config: DataConfig) -> TokenStream:
+    """The validation documents of a run: all, or those of the first `validation_tokens`.
+
+    Raises:
+        UserError: there are not as many.
+    """
+    stream, limit = data.stream("validation"), config.validation_tokens
+    if limit is None:
+        return stream
+    if limit > len(stream):
+        raise UserError(
+            f"data.validation_tokens ({limit:,}) is above the {len(stream):,} validation tokens of "
+            f"{data.directory}"
+        )
+    return stream.part(0, limit)
 
 
 # ---------------------------------------------------------------- windows
@@ -725,12 +793,18 @@ def _row_range(config: DataConfig, tokens: int, rows: int) -> tuple[int, int]:
     return first, stop
 
 
-def _packed_sequence(sources: Sequence[Source], config: DataConfig) -> _Sequence:
+def _packed_sequence(sources: Sequence[Source], config: DataConfig, arriving: bool) -> _Sequence:
     """Rows of the packed layout; a range of several sources is one of their mixture."""
     rows_of_all = [len(PackedRows(source.stream, config.sequence_length)) for source in sources]
+    if arriving:
+        assert config.tokens is not None
+        rows_of_all = [-(-config.tokens[1] // config.sequence_length)]
     turns = _Turns([s.weight for s in sources], [config.epochs * n for n in rows_of_all])
     rows, ends_with = turns.end(rows_of_all)
-    if len(sources) == 1:
+    if arriving:
+        assert config.tokens is not None
+        tokens, what = config.tokens[1], sources[0].name
+    elif len(sources) == 1:
         tokens, what = len(sources[0].stream), sources[0].name
     else:
         tokens = rows * config.sequence_length
@@ -770,7 +844,11 @@ def _piece_sequences(sources: Sequence[Source], config: DataConfig) -> list[_Seq
 
 
 def training_windows(
-    sources: Sequence[Source], config: DataConfig, micro_batches: int, micro_batch_rows: int
+    sources: Sequence[Source],
+    config: DataConfig,
+    micro_batches: int,
+    micro_batch_rows: int,
+    until: int | None = None,
 ) -> Windows:
     """All windows of a run.
 
@@ -779,13 +857,22 @@ def training_windows(
         config: layout, range and order.
         micro_batches: M.
         micro_batch_rows: B of rows of `sequence_length`; of shorter rows it is larger.
+        until: no more than the first so many windows will be read. Then the end of `data.tokens`,
+            in the packed layout and of one source, need not be there yet.
 
     Raises:
         UserError: a range of tokens that is not there, settings that do not go together, no row to
             train on, or more rows than block ids.
     """
     if config.layout == "packed":
-        sequences = [_packed_sequence(sources, config)]
+        arriving = (
+            len(sources) == 1
+            and config.tokens is not None
+            and config.tokens[1] > len(sources[0].stream)
+        )
+        sequences = [_packed_sequence(sources, config, arriving and until is not None)]
+        if arriving and until is not None:
+            _check_arrived(sources[0], sequences[0], until * micro_batches * micro_batch_rows)
     else:
         sequences = _piece_sequences(sources, config)
     names = " and ".join(source.name for source in sources)
@@ -802,15 +889,28 @@ def training_windows(
     return Windows(sequences, shapes, config, sources)
 
 
-def device_iterator(windows: Windows, prefetch: int, sharding: Any) -> Any:
+def _check_arrived(source: Source, sequence: _Sequence, rows: int) -> None:
+    """Refuse to read rows of a packed sequence, the first `rows` of it, that are not there yet."""
+    needed = sequence.highest_row(min(rows, len(sequence))) * sequence.length + sequence.length + 1
+    if needed > len(source.stream):
+        raise UserError(
+            f"data.tokens: the rows up to there reach to token {needed:,} of the stream, and "
+            f"{source.name} has {len(source.stream):,} so far; prepare more "
+            f"(scripts/prepare_data.py --tokens {needed}), or end at an earlier update"
+        )
+
+
+def device_iterator(
+    windows: Windows, prefetch: int, sharding: Any, until: int | None = None
+) -> Any:
     """An iterator that prepares windows in a thread and copies them to the device ahead of use.
 
     Its `get_state` counts windows that were handed out, not those prepared ahead; `set_state` goes
-    to any of them.
+    to any of them. It ends after the first `until` windows; None reads all.
     """
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
     dataset = grain.experimental.device_put(
-        grain.MapDataset.source(windows).to_iter_dataset(options),
+        grain.MapDataset.source(windows)[:until].to_iter_dataset(options),
         sharding,
         cpu_buffer_size=prefetch,
         device_buffer_size=prefetch,

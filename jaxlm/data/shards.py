@@ -12,6 +12,10 @@ A data directory holds::
     preparation.sqlite        how far scripts/prepare_data.py is, and which documents it has seen
 
 A document never crosses a shard. Tokens are memory-mapped and read as slices.
+
+A directory that is prepared step by step may give up the first shards of its training tokens once
+they were trained on. The manifest then says how many of them are *reclaimed*: their entries and
+their ends of documents stay, so that positions in the stream do not change, their tokens are gone.
 """
 
 import hashlib
@@ -35,10 +39,13 @@ from jaxlm.files import (
     write_json,
 )
 
-FORMAT = 2
+FORMAT = 3
 _MANIFEST_KEYS = {"vocabulary_size", "dtype", "begin_id", "begin_token", "end_id", "end_token"}
 _MANIFEST_KEYS |= {"normalization", "tokenizer", "token_bytes", "prefix_bytes", "source", "splits"}
 SPLITS = ("train", "validation")
+
+# What must not change under a run, by field name; of tokens a digest for each shard.
+Fingerprint = dict[str, str | list[str]]
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -69,6 +76,11 @@ class _ArrayFile:
         self.path, self.dtype, self.count = path, dtype, count
         self._part = path.with_name(path.name + ".part")
         if count and not self._part.exists():
+            if not path.exists():
+                raise UserError(
+                    f"{path}: is gone (reclaimed?), though its first {count:,} elements are needed "
+                    f"to go on from there; a source that was read before must not change"
+                )
             os.replace(path, self._part)  # it was finished after the position to return to
         path.unlink(missing_ok=True)
         self._file = self._part.open("r+b" if count else "w+b")
@@ -199,11 +211,37 @@ class SplitWriter:
             "text_bytes": self.text_bytes,
         }
 
-    def manifest(self) -> dict[str, Any]:
-        """Finish the shard, count the tokens, and return the split's part of the manifest."""
+    def manifest(self, before: dict[str, Any] | None) -> dict[str, Any]:
+        """Finish the shard, count the tokens, and return the split's part of the manifest.
+
+        Args:
+            before: that part in the manifest of before, where the directory has one.
+
+        Raises:
+            UserError: shards that were reclaimed are not those that the split begins with.
+        """
         self.finish_shard()
         counts = np.zeros(self.vocabulary_size, np.int64)
-        for shard in self.shards:
+        reclaimed = before["reclaimed"] if before else 0
+        counted = len(before["shards"]) if before else 0
+        if before and before["shards"] == self.shards[:counted]:
+            path = self.directory / before["counts"]["file"]
+            if sha256_of(path) != before["counts"]["sha256"]:
+                raise UserError(f"{path}: damaged (checksum differs); prepare the data again")
+            counts += np.load(path)
+        elif before and before["shards"][:reclaimed] != self.shards[:reclaimed]:
+            raise UserError(
+                f"{self.directory}: begins with other shards than those that were reclaimed; "
+                f"prepare the data again in another directory"
+            )
+        elif reclaimed:
+            raise UserError(
+                f"{self.directory}: shards were replaced after others had been reclaimed, so that "
+                f"tokens cannot be counted; prepare the data again in another directory"
+            )
+        else:
+            counted = 0
+        for shard in self.shards[counted:]:
             tokens = np.load(self.directory / shard["files"][0]["file"], mmap_mode="r")
             for start in range(0, len(tokens), 2**22):
                 piece = tokens[start : start + 2**22]
@@ -219,6 +257,7 @@ class SplitWriter:
             "text_bytes": self.text_bytes,
             "counts": entry,
             "shards": list(self.shards),
+            "reclaimed": reclaimed,
         }
 
     def close(self) -> None:
@@ -347,8 +386,10 @@ def write_manifest(
     directory: Path, manifest: dict[str, Any], splits: dict[str, SplitWriter]
 ) -> None:
     """Finish the shards and write manifest.json: from then on they are what is read."""
-    manifest["splits"] = {name: split.manifest() for name, split in splits.items()}
-    write_json(directory / "manifest.json", manifest)
+    path = directory / "manifest.json"
+    before = json.loads(path.read_bytes())["splits"] if path.exists() else {}
+    manifest["splits"] = {n: split.manifest(before.get(n)) for n, split in splits.items()}
+    write_json(path, manifest)
     for name in splits:
         for path in (directory / name).glob("counts-*.npy"):
             if path.name != manifest["splits"][name]["counts"]["file"]:
@@ -358,12 +399,13 @@ def write_manifest(
 class TokenStream:
     """The tokens of a split as one long array, memory-mapped shard by shard."""
 
-    def __init__(self, shards: list[np.ndarray], ends: list[np.ndarray]):
+    def __init__(self, shards: list[np.ndarray], ends: list[np.ndarray], reclaimed: int = 0):
         """Join shards.
 
         Args:
             shards: token ids of each shard.
             ends: end of each document within its shard, ascending.
+            reclaimed: how many of the first shards have a length and no contents.
         """
         self._shards = shards
         self._starts = np.cumsum([0, *[len(shard) for shard in shards]], dtype=np.int64)
@@ -374,12 +416,34 @@ class TokenStream:
             [end + start for end, start in zip(ends, self._starts, strict=False)]
             or [np.zeros(0, np.int64)]
         )
+        # The first token that can be read.
+        self.readable_from = int(self._starts[reclaimed])
+
+    def part(self, start: int, stop: int) -> "TokenStream":
+        """The documents that lie within tokens [start, stop), as a stream that begins at 0."""
+        begins = np.concatenate([[0], self.document_ends])
+        first = int(begins[np.searchsorted(begins, start)])
+        last = int(begins[np.searchsorted(begins, stop, side="right") - 1])
+        if last <= first:
+            return TokenStream([np.zeros(0, self.dtype)], [np.zeros(0, np.int64)])
+        self._check_readable(first)
+        ends = self.document_ends
+        chosen = ends[(ends > first) & (ends <= last)]
+        return TokenStream([self.read(first, last)], [chosen - first])
+
+    def _check_readable(self, start: int) -> None:
+        if start < self.readable_from:
+            raise UserError(
+                f"token {start:,} of the stream was reclaimed: the first that is left is "
+                f"{self.readable_from:,}; raise the start of data.tokens, or prepare the data again"
+            )
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop): a view of the mapped file unless the range crosses shards."""
+        self._check_readable(start)
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         pieces = []
         for number in range(first, len(self._shards)):
@@ -399,6 +463,7 @@ class TokenStream:
         Returns:
             [N, length] of the stream's type.
         """
+        self._check_readable(int(starts.min()))
         shards = np.searchsorted(self._starts, starts, side="right") - 1
         inside = starts + length <= self._starts[shards + 1]
         rows = np.empty((len(starts), length), self.dtype)
@@ -427,6 +492,7 @@ class TokenStream:
         Returns:
             [sum of lengths] of the stream's type.
         """
+        self._check_readable(int(starts.min()))
         shards = np.searchsorted(self._starts, starts, side="right") - 1
         begins = starts - self._starts[shards]
         located = zip(shards.tolist(), begins.tolist(), (begins + lengths).tolist(), strict=True)
@@ -478,16 +544,31 @@ class DataDirectory:
                 f"{self.vocabulary_size} needs {expected}; prepare the data again"
             )
 
-    @property
-    def fingerprint(self) -> dict[str, str]:
-        """What must not change under a run: digests by field name."""
+    def fingerprint(
+        self, tokens: int | None = None, validation_tokens: int | None = None
+    ) -> Fingerprint:
+        """What must not change under a run, by field name.
+
+        Args:
+            tokens: the run reads training tokens below this one, and no others; None: all.
+            validation_tokens: the same for validation.
+
+        Returns:
+            Texts; of both splits the digest of each shard that holds such tokens. Of a directory
+            that grows, those of before are the first of those of after.
+        """
 
         def digest(value: Any) -> str:
             text = json.dumps(value, sort_keys=True, ensure_ascii=True)
             return hashlib.sha256(text.encode()).hexdigest()
 
         manifest = self.manifest
-        fields = {f"{name} tokens": digest(manifest["splits"][name]) for name in SPLITS}
+        fields: Fingerprint = {}
+        for name, limit in (("train", tokens), ("validation", validation_tokens)):
+            shards = manifest["splits"][name]["shards"]
+            begins = np.cumsum([0, *[shard["tokens"] for shard in shards]])[:-1]
+            used = len(shards) if limit is None else int(np.searchsorted(begins, limit))
+            fields[f"{name} tokens"] = [digest(shard) for shard in shards[:used]]
         fields["tokenizer"] = digest(manifest["tokenizer"])
         fields["normalization"] = manifest["normalization"]
         fields["vocabulary"] = (
@@ -500,7 +581,10 @@ class DataDirectory:
         found = []
         for name in SPLITS:
             split = self.manifest["splits"][name]
-            entries = [entry for shard in split["shards"] for entry in shard["files"]]
+            kept = [shard["files"][1] for shard in split["shards"][: split["reclaimed"]]]
+            entries = kept + [
+                entry for shard in split["shards"][split["reclaimed"] :] for entry in shard["files"]
+            ]
             found += [(self.directory / name, entry) for entry in (*entries, split["counts"])]
         for entry in (self.manifest["tokenizer"], self.manifest["token_bytes"]):
             if entry is not None:
@@ -546,13 +630,41 @@ class DataDirectory:
 
     def stream(self, split: str) -> TokenStream:
         """The tokens of 'train' or 'validation'."""
-        folder = self.directory / split
+        folder, dtype = self.directory / split, self.manifest["dtype"]
+        reclaimed = self.manifest["splits"][split]["reclaimed"]
         shards, ends = [], []
-        for shard in self.manifest["splits"][split]["shards"]:
+        for number, shard in enumerate(self.manifest["splits"][split]["shards"]):
             tokens, document_ends = shard["files"]
-            shards.append(self._load(folder, tokens, self.manifest["dtype"]))
+            if number < reclaimed:
+                shards.append(np.broadcast_to(np.zeros((), dtype), shard["tokens"]))
+            else:
+                shards.append(self._load(folder, tokens, dtype))
             ends.append(np.asarray(self._load(folder, document_ends, "int64")))
-        return TokenStream(shards, ends)
+        return TokenStream(shards, ends, reclaimed)
+
+    def reclaimable(self, tokens: int) -> list[Path]:
+        """The files of training tokens that hold none from number `tokens` on.
+
+        Those that are reclaimed already are among them, whether they are still there or not.
+        """
+        split, end, found = self.manifest["splits"]["train"], 0, []
+        for shard in split["shards"]:
+            end += shard["tokens"]
+            if end > tokens:
+                break
+            found.append(self.directory / "train" / shard["files"][0]["file"])
+        return found
+
+    def mark_reclaimed(self, shards: int) -> None:
+        """Say in the manifest that the contents of the first training shards are not there.
+
+        Whoever removes the files does so afterwards: until then they are merely not read.
+        """
+        split = self.manifest["splits"]["train"]
+        if shards > split["reclaimed"]:
+            with preparation_lock(self.directory):
+                split["reclaimed"] = shards
+                write_json(self.directory / "manifest.json", self.manifest)
 
     def counts(self, split: str) -> np.ndarray:
         """How often each token occurs in a split: [V] int64."""

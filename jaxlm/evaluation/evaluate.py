@@ -14,8 +14,8 @@ from jax import Array
 
 from jaxlm.config import ModelConfig
 from jaxlm.data.pipeline import Batch, Rows
-from jaxlm.data.shards import DataDirectory
-from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
+from jaxlm.data.shards import DataDirectory, TokenStream
+from jaxlm.losses import LossSums, sums_and_token_losses, target_mask
 from jaxlm.models.build import Params, apply
 from jaxlm.models.recurrent import RecurrentDepthLM, Trace
 from jaxlm.optim import global_norm
@@ -46,24 +46,41 @@ class Evaluation:
     target_tokens: int
 
 
+@dataclasses.dataclass(frozen=True)
+class DocumentLosses:
+    """What each document of the validation stream costs, by its number in the stream.
+
+    The number depends on the data alone: it is the same for every model, depth and layout.
+    """
+
+    # [depths, documents] float64: sum of -log p over the document's target tokens, nats.
+    loss: np.ndarray
+    # [documents] int64: target tokens; 0 for documents of one token, and beyond the rows read.
+    tokens: np.ndarray
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def eval_step(
     model: ModelConfig, chunk_tokens: int, params: Params, batch: Batch, depth: Array
-) -> LossSums:
-    """Sums over one batch of rows, arrays [B, T + 1]; `depth` is traced."""
+) -> tuple[LossSums, Array]:
+    """Sums over one batch of rows, arrays [B, T + 1], and token losses; `depth` is traced.
+
+    Returns:
+        The sums; and [B, T] float32, what each target costs in nats, 0 where there is none.
+    """
     tokens, segments, positions, keys_B = _arrays(batch)
     lm = apply(model, params)
     hidden_BTD = lm(
         tokens[:, :-1], segments[:, :-1], positions[:, :-1], keys_B, train=False, depth=depth
     )
-    return chunked_cross_entropy(
+    sums, losses_N = sums_and_token_losses(
         hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
         lm.head(),
         tokens[:, 1:].reshape(-1),
         target_mask(segments).reshape(-1),
         chunk_tokens=chunk_tokens,
-        hits=True,
     )
+    return sums, losses_N.reshape(tokens[:, 1:].shape)
 
 
 def _arrays(batch: Batch) -> tuple[Array, Array, Array, Array]:
@@ -136,7 +153,7 @@ def trace(
     """
     total: list[np.ndarray] = []
     tokens, weights = 0.0, None
-    for batch in _batches(rows, limit, batch_rows):
+    for _, batch in _batches(rows, limit, batch_rows):
         one, weights = jax.device_get(
             trace_step(
                 model,
@@ -157,11 +174,13 @@ def trace(
     return Trace(norm, residual, correlation, jnp.asarray(hidden), jnp.asarray(tokens)), weights
 
 
-def _batches(rows: Rows, limit: int | None, size: int) -> Iterator[Batch]:
+def _batches(rows: Rows, limit: int | None, size: int) -> Iterator[tuple[np.ndarray, Batch]]:
+    """Numbers of the rows of each batch, -1 for padding, and their arrays."""
     count = len(rows) if limit is None else min(limit, len(rows))
     for start in range(0, count, size):
         numbers = np.arange(start, start + size)
-        yield rows.read(np.where(numbers < count, numbers, -1))
+        numbers = np.where(numbers < count, numbers, -1)
+        yield numbers, rows.read(numbers)
 
 
 def _target_bytes(batch: Batch, token_bytes: np.ndarray, prefix: tuple[int, int] | None) -> int:
@@ -171,6 +190,23 @@ def _target_bytes(batch: Batch, token_bytes: np.ndarray, prefix: tuple[int, int]
         begin_id, extra = prefix
         total -= extra * int(np.sum(tokens[:, :-1][mask] == begin_id))
     return total
+
+
+def _target_documents(rows: Rows, numbers: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+    """Document of each target of some rows, -1 where there is none: [B * T] int64."""
+    documents = rows.documents(numbers, segment_ids)[:, 1:]
+    return np.where(target_mask(segment_ids), documents, -1).reshape(-1)
+
+
+def _add(
+    computed: tuple[LossSums, Array], targets: np.ndarray, loss_D: np.ndarray, tokens_D: np.ndarray
+) -> np.ndarray:
+    """Add a batch's losses and targets to their documents; returns its sums, [5] float64."""
+    sums, losses = computed
+    chosen = targets >= 0
+    np.add.at(loss_D, targets[chosen], np.asarray(losses, np.float64).reshape(-1)[chosen])
+    np.add.at(tokens_D, targets[chosen], 1)
+    return np.asarray(sums, np.float64)
 
 
 def evaluate(
@@ -204,27 +240,65 @@ def evaluate(
     Raises:
         ValueError: the rows hold no target token.
     """
+    return evaluate_documents(
+        model,
+        params,
+        rows,
+        depths=depths,
+        batch_rows=batch_rows,
+        chunk_tokens=chunk_tokens,
+        token_bytes=token_bytes,
+        text_prefix=text_prefix,
+        limit=limit,
+        on_batch=on_batch,
+    )[0]
+
+
+def evaluate_documents(
+    model: ModelConfig,
+    params: Params,
+    rows: Rows,
+    *,
+    depths: Sequence[int],
+    batch_rows: int,
+    chunk_tokens: int,
+    token_bytes: np.ndarray | None = None,
+    text_prefix: tuple[int, int] | None = None,
+    limit: int | None = None,
+    on_batch: Callable[[int, str], None] | None = None,
+) -> tuple[list[Evaluation], DocumentLosses]:
+    """As :func:`evaluate`, in the same pass also what each document costs at each depth.
+
+    The losses of a batch's tokens, 4 bytes each, come back from the device beside the sums, and are
+    added up by document in float64.
+    """
     chosen: Sequence[int | None] = depths if model.kind == "recurrent" else [None]
     step = functools.partial(eval_step, model, chunk_tokens, params)
     first = next(_batches(rows, limit, batch_rows), None)
     if first is None:
         raise ValueError("the validation split is empty")
-    jax.block_until_ready(step(first, jnp.asarray(1, jnp.int32)))  # compiles
+    jax.block_until_ready(step(first[1], jnp.asarray(1, jnp.int32)))  # compiles
+    losses = np.zeros((len(chosen), len(rows.stream.document_ends)))
+    tokens_D = np.zeros(losses.shape[1], np.int64)
     results = []
-    for depth in chosen:
+    for depth, loss_D in zip(chosen, losses, strict=True):
         # Sums of a batch are float32; sums over batches are float64.
         total, target_bytes = np.zeros(5), 0
-        running: LossSums | None = None
+        tokens_D[:] = 0  # the same at every depth
+        running: tuple[tuple[LossSums, Array], np.ndarray] | None = None
         began = time.perf_counter()
-        for batch in _batches(rows, limit, batch_rows):
-            previous, running = running, step(batch, jnp.asarray(depth or 0, jnp.int32))
+        for numbers, batch in _batches(rows, limit, batch_rows):
+            computing = step(batch, jnp.asarray(depth or 0, jnp.int32))
+            targets = _target_documents(rows, numbers, batch["segment_ids"])
+            previous, running = running, (computing, targets)
             if previous is not None:  # read a batch while the next one is computed
-                total += np.asarray(previous, np.float64)
+                total += _add(*previous, loss_D, tokens_D)
             if token_bytes is not None:
                 target_bytes += _target_bytes(batch, token_bytes, text_prefix)
             if on_batch is not None:
                 on_batch(1, "" if depth is None else f"depth {depth}")
-        total += np.asarray(running, np.float64)
+        assert running is not None
+        total += _add(*running, loss_D, tokens_D)
         seconds = time.perf_counter() - began
         nats, _, tokens, top1, top5 = total.tolist()  # the order of LossSums
         if tokens == 0:
@@ -241,7 +315,7 @@ def evaluate(
                 target_tokens=round(tokens),
             )
         )
-    return results
+    return results, DocumentLosses(losses, tokens_D)
 
 
 def number_of_batches(rows: Rows, limit: int | None, batch_rows: int, depths: Iterable[int]) -> int:
@@ -250,14 +324,15 @@ def number_of_batches(rows: Rows, limit: int | None, batch_rows: int, depths: It
     return -(-count // batch_rows) * len(list(depths))
 
 
-def unigram_cross_entropy(data: DataDirectory) -> float:
+def unigram_cross_entropy(data: DataDirectory, stream: TokenStream) -> float:
     """Cross-entropy, in nats per token, of validation under training's token frequencies.
 
     A floor of usefulness: what a model that knows nothing but how common tokens are would reach.
-    Counts get one added (Laplace), so that no token is impossible. Every validation token counts,
-    the first of each document included.
+    Counts get one added (Laplace), so that no token is impossible. Every token of the validation
+    `stream` counts, the first of each document included.
     """
     train = np.asarray(data.counts("train"), np.float64) + 1.0
-    validation = np.asarray(data.counts("validation"), np.float64)
+    tokens = np.asarray(stream.read(0, len(stream)))
+    validation = np.bincount(tokens, minlength=data.vocabulary_size).astype(np.float64)
     log_probability = np.log(train / train.sum())
     return float(-(validation @ log_probability) / validation.sum())

@@ -62,8 +62,8 @@ def _system_error(error: Exception) -> str | None:
 
 
 def checkpoint_bytes(state: TrainState) -> int:
-    """Bytes on disk that a checkpoint of this state needs at most."""
-    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    """Bytes on disk that a checkpoint of this state, or of one of these shapes, needs at most."""
+    arrays = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     return arrays + arrays // 100 + _OVERHEAD_BYTES
 
 

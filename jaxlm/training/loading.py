@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 
 from jaxlm.config import Config, load
+from jaxlm.data.pipeline import fingerprint_of
 from jaxlm.data.shards import DataDirectory
 from jaxlm.errors import UserError
 from jaxlm.models.build import Params
@@ -58,8 +59,9 @@ def load_run(directory: Path, update: int | None = None) -> LoadedRun:
         fingerprint = checkpoints.metadata(found)["data_fingerprint"]
     data = DataDirectory(Path(config.data.directory))
     # Sources that only training read may be gone.
-    stored = {field: fingerprint[field] for field in data.fingerprint}
-    changes = data_changes(stored, data.fingerprint)
+    now = fingerprint_of(data, config.data)
+    stored = {field: fingerprint[field] for field in now}
+    changes = data_changes(stored, now, config.data.tokens is not None)
     if changes:
         raise UserError(
             f"{data.directory}: is not the data that {directory} was trained on:\n"

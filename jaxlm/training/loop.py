@@ -14,7 +14,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from jaxlm.data.pipeline import (
     open_sources,
     rows_of,
     training_windows,
+    validation_stream,
 )
 from jaxlm.data.prepare import ensure_prepared
 from jaxlm.data.shards import DataDirectory
@@ -179,7 +180,11 @@ class Run:
     """One run: its directory, data, state and records."""
 
     def __init__(
-        self, config: Config, allow_changes: Collection[str] = (), first_of_process: bool = True
+        self,
+        config: Config,
+        allow_changes: Collection[str] = (),
+        first_of_process: bool = True,
+        until_update: int | None = None,
     ):
         """Open a run, new or interrupted.
 
@@ -188,26 +193,35 @@ class Run:
             allow_changes: kinds of change against the run's last checkpoint that are accepted, and
                 recorded in changes.jsonl: names of `resume.ON_REQUEST`.
             first_of_process: whether the time since the process began counts as starting.
+            until_update: :meth:`train` stops, saved, after so many updates of the horizon; None
+                goes to its end. Data for the later ones need not be there yet.
 
         Raises:
             UserError: unusable data or settings, or changes that may not be made at resume.
         """
         data = ensure_prepared(config)
+        self.directory = Path(config.run.directory) / config.run.name
+        needed = until_update and Rewinds(self.directory).windows_before(until_update)
         sources = open_sources(config.data, data)
         self.windows = training_windows(
             sources,
             config.data,
             config.training.micro_batches,
             config.training.micro_batch_rows,
+            needed,
         )
-        self.validation_rows = rows_of(data.stream("validation"), config.data)
+        self.validation_rows = rows_of(validation_stream(data, config.data), config.data)
         self.data = data
-        self.data_fingerprint = fingerprint_of(data, sources)
+        self.data_fingerprint = fingerprint_of(data, config.data, sources)
         self.config = config = resolve_config(config, data, self.windows)
         assert config.training.updates is not None
         self.updates = config.training.updates
+        self.until = self.updates if until_update is None else until_update
+        if not 1 <= self.until <= self.updates:
+            raise UserError(
+                f"--until-update {self.until}: expected 1 to {self.updates}, the run's horizon"
+            )
         self.spec: StepSpec = step_spec(config, config.model.vocabulary, self.updates)
-        self.directory = Path(config.run.directory) / config.run.name
         self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         self.progress = Progress()
         self._step = CompileOnce(train_step, self.spec, self.windows.lengths)
@@ -234,9 +248,14 @@ class Run:
                 config.checkpoint.keep_every_tokens,
             )
         )
-        self.iterator = device_iterator(self.windows, config.data.prefetch, self.sharding)
-        stack.callback(self._close_iterator)
         self.rewinds = Rewinds(self.directory)
+        self.iterator = device_iterator(
+            self.windows,
+            config.data.prefetch,
+            self.sharding,
+            self.rewinds.windows_before(self.until),
+        )
+        stack.callback(self._close_iterator)
         latest = self.checkpoints.recover(self.directory / RECOVERY)
         self._changes: list[dict[str, Any]] = []
         self._resumed_at = latest or 0
@@ -358,7 +377,9 @@ class Run:
         """Go back to a checkpoint: state, position in the data, and counters."""
         metadata = self.checkpoints.metadata(update)
         refused, self._changes = config_changes(metadata["config"], self.config, allow_changes)
-        refused += data_changes(metadata["data_fingerprint"], self.data_fingerprint)
+        refused += data_changes(
+            metadata["data_fingerprint"], self.data_fingerprint, self.config.data.tokens is not None
+        )
         if refused:
             raise UserError(
                 f"{self.directory}: cannot continue from update {update} with these changes; undo "
@@ -564,14 +585,14 @@ class Run:
         start = self.progress.update
         with (
             signals.installed(),
-            progress(title, self.updates, start, config.logging.every) as advance,
+            progress(title, self.until, start, config.logging.every) as advance,
         ):
             goodput.switch("training")
             self._last_read = time.perf_counter()
             self._watchdog.begin(start)
             pending: _Pending | None = None
             stopping = False
-            while self.progress.update < self.updates and not stopping:
+            while self.progress.update < self.until and not stopping:
                 previous, pending = pending, self.dispatch()
                 if previous is not None:
                     record = self.read(previous)
@@ -580,7 +601,7 @@ class Run:
                     self._show(advance, record)
                 done = self.progress.update
                 evaluating = config.evaluation.every and done % config.evaluation.every == 0
-                saving = done % config.checkpoint.every == 0 or done == self.updates
+                saving = done % config.checkpoint.every == 0 or done == self.until
                 # Looked at once: a signal that comes later ends the next update.
                 stopping = signals.received is not None
                 if evaluating or saving or stopping:
@@ -657,7 +678,7 @@ class Run:
         self.goodput.record(self.progress.update)
         goodput = summary(read_accounts(self.directory))
         assert goodput is not None
-        unigram = unigram_cross_entropy(self.data)
+        unigram = unigram_cross_entropy(self.data, validation_stream(self.data, self.config.data))
         report = evaluation_json(
             evaluations,
             unigram,
@@ -784,12 +805,19 @@ class _Profiling:
         self._phases = None
 
 
-def train(config: Config, allow_changes: Collection[str] = ()) -> int:
+def train(
+    config: Config,
+    allow_changes: Collection[str] = (),
+    until_update: int | None = None,
+    finish: Callable[[Run], None] | None = None,
+) -> int:
     """Run, or continue, what a configuration describes.
 
     Args:
         config: settings.
         allow_changes: see :class:`Run`.
+        until_update: stop, saved and without a report, after so many updates of the horizon.
+        finish: what is done with the run at the end in place of that, but not after a signal.
 
     Returns:
         The exit code: 0 after the report or a SIGTERM, 130 after Ctrl-C.
@@ -798,9 +826,9 @@ def train(config: Config, allow_changes: Collection[str] = ()) -> int:
         print(line, flush=True)
     first = True
     while True:
-        run = Run(config, allow_changes, first)
+        run = Run(config, allow_changes, first, until_update)
         try:
-            return _live(run)
+            return _live(run, finish or (Run.report if until_update is None else _say_saved))
         except SpikeError as spike:
             run.go_back(spike)  # and start again from there
         finally:
@@ -808,8 +836,12 @@ def train(config: Config, allow_changes: Collection[str] = ()) -> int:
         first = False
 
 
-def _live(run: Run) -> int:
-    """Train to the end of the run, or to a signal; returns the exit code."""
+def _say_saved(run: Run) -> None:
+    print(f"Saved after update {run.progress.update} of {run.updates}", flush=True)
+
+
+def _live(run: Run, finish: Callable[[Run], None]) -> int:
+    """Train to the end, or to a signal; returns the exit code."""
     print(f"Data: {run.windows.describe()}", flush=True)
     print(f"Update: {describe_optimizer(run.config)}", flush=True)
     run.tell_start()
@@ -826,5 +858,5 @@ def _live(run: Run) -> int:
             flush=True,
         )
         return INTERRUPTED if received == signal.SIGINT else 0
-    run.report()
+    finish(run)
     return 0

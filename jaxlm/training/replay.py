@@ -73,11 +73,15 @@ class _Run:
         assert training.updates is not None
         self.spec: StepSpec = step_spec(self.config, self.config.model.vocabulary, training.updates)
         sources = open_sources(self.config.data, DataDirectory(Path(self.config.data.directory)))
-        self.windows = training_windows(
-            sources, self.config.data, training.micro_batches, training.micro_batch_rows
-        )
         self.records = read_records(directory / METRICS)
         self.rewinds = Rewinds(directory)
+        self.windows = training_windows(
+            sources,
+            self.config.data,
+            training.micro_batches,
+            training.micro_batch_rows,
+            self.rewinds.windows_before(len(self.records)),
+        )
         self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def state_of(self, update: int) -> tuple[TrainState, int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxlm.config import Config, to_tree
 from jaxlm.data.pipeline import rows_by_length
+from jaxlm.data.shards import Fingerprint
 
 # Changes nothing that is learned beyond rounding: where things are, what is shown, how a window
 # is cut into micro-batches, what is recomputed.
@@ -94,6 +95,31 @@ def config_changes(
     return refused, made
 
 
-def data_changes(stored: dict[str, str], fingerprint: dict[str, str]) -> list[str]:
-    """Lines that name what of the data differs from the data of the run."""
-    return [f"data: {field} changed" for field in stored if stored[field] != fingerprint.get(field)]
+def data_changes(stored: Fingerprint, now: Fingerprint, may_grow: bool) -> list[str]:
+    """Lines that name what of the data differs from the data of the run.
+
+    Args:
+        stored: the run's fingerprint.
+        now: that of the data as it is.
+        may_grow: training tokens after those of the run change nothing: it reads a range of them.
+    """
+    changes = []
+    for field, was in stored.items():
+        found = now.get(field)
+        if found == was:
+            continue
+        grew = isinstance(was, list) and isinstance(found, list) and found[: len(was)] == was
+        if grew and field == "train tokens":
+            if may_grow:
+                continue
+            changes.append(
+                f"data: {field} have grown; a run on data that grows needs data.tokens, the range "
+                f"that it trains on"
+            )
+        elif grew:
+            changes.append(
+                f"data: {field} have grown; data.validation_tokens keeps a run to the first of them"
+            )
+        else:
+            changes.append(f"data: {field} changed")
+    return changes

@@ -99,6 +99,29 @@ def row_by_hand(lengths, start, stop, width):
     }
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded", "best_fit"])
+def test_every_token_knows_its_document(tmp_path, layout):
+    """By the tokens' values, which tell where they are; rows begin and end with documents too."""
+    lengths = (8, 16, 1, 7, 9, 23, 1, 1, 5)
+    of_value = {
+        token: number
+        for number, document in enumerate(documents_of(lengths))
+        for token in document[:-1]
+    }
+    rows = rows_of(stream_of(tmp_path, lengths), DataConfig(sequence_length=8, layout=layout))
+    numbers = np.array([-1, *range(len(rows))[::-1], -1])
+    arrays = rows.read(numbers)
+    documents = rows.documents(numbers, arrays["segment_ids"])
+    assert ((documents == -1) == (arrays["segment_ids"] == 0)).all()
+    inside = arrays["tokens"] > 0
+    assert documents[inside].tolist() == [of_value[token] for token in arrays["tokens"][inside]]
+    # End tokens are all alike: each belongs to the document of the token before it in its row.
+    ends = (arrays["tokens"] == 0) & (arrays["segment_ids"] > 0)
+    after = ends[:, 1:] & (arrays["positions"][:, 1:] > 0)
+    assert after.any()
+    assert (documents[:, 1:][after] == documents[:, :-1][after]).all()
+
+
 # ---------------------------------------------------------------- packed
 
 
@@ -720,12 +743,15 @@ def test_sources_must_be_of_one_tokenizer_vocabulary_and_normalization(tmp_path)
 
 def test_the_fingerprint_covers_every_source(tmp_path):
     _, data, sources = mixed(tmp_path, (3, 4), (1.0, 1.0))
-    fields = fingerprint_of(data, sources)
-    assert fields == {
-        **data.fingerprint,
+    config = DataConfig(
+        directory=str(data.directory),
+        sources=tuple(SourceConfig(directory=s.name, weight=1.0) for s in sources),
+    )
+    assert fingerprint_of(data, config, sources) == {
+        **data.fingerprint(),
         "sources[1] train tokens": sources[1].fingerprint["train tokens"],
     }
-    assert fingerprint_of(data, sources[:1]) == data.fingerprint
+    assert fingerprint_of(data, config, sources[:1]) == data.fingerprint()
 
 
 @pytest.mark.parametrize("key", ["tokens", "buckets"])

@@ -115,7 +115,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, monkeypatch):
     two = prepare(config_for(tmp_path, "two", paths, shard_tokens=2000, processes=2))
     assert len(shards_of(one)["train"]["shards"]) > 3
     assert shards_of(one) == shards_of(two)
-    assert one.fingerprint == two.fingerprint
+    assert one.fingerprint() == two.fingerprint()
 
 
 RUN = """

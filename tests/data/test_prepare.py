@@ -181,9 +181,9 @@ def test_bytes_stay_unknown_where_the_tokenizer_changes_text(tmp_path):
 def test_preparing_twice_gives_the_same_files(tmp_path):
     write_texts(tmp_path / "texts")
     config = config_for(tmp_path)
-    first = prepare(config).fingerprint
+    first = prepare(config).fingerprint()
     other = dataclasses.replace(config, data=DataConfig(directory=str(tmp_path / "again")))
-    assert prepare(other).fingerprint == first
+    assert prepare(other).fingerprint() == first
 
 
 def test_other_settings_than_those_prepared_with_are_refused(tmp_path):

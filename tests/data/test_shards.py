@@ -97,7 +97,7 @@ def test_damage_is_found_and_the_file_is_named(random_data, name, how):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "format 99, expected 2"),
+        ({"format": 99}, "format 99, expected 3"),
         ({"dtype": "uint32"}, "needs uint16"),
         ({"vocabulary_size": 70_000}, "needs uint32"),
     ],
@@ -112,15 +112,15 @@ def test_a_manifest_that_contradicts_itself_is_refused(random_data, change, mess
 def test_a_directory_without_data_is_one_line(tmp_path):
     with pytest.raises(UserError, match="no manifest"):
         DataDirectory(tmp_path)
-    for damaged in (b"{", b"[]", b'{"format": 2}', b"\xff"):
+    for damaged in (b"{", b"[]", b'{"format": 3}', b"\xff"):
         (tmp_path / "manifest.json").write_bytes(damaged)
         with pytest.raises(UserError, match=r"damaged|format None"):
             DataDirectory(tmp_path)
 
 
 def test_fingerprint_names_what_differs(tmp_path):
-    one = DataDirectory(write_documents(tmp_path / "1", [[1, 0]], [[2, 0]], 8)).fingerprint
-    same = DataDirectory(write_documents(tmp_path / "2", [[1, 0]], [[2, 0]], 8)).fingerprint
-    other = DataDirectory(write_documents(tmp_path / "3", [[3, 0]], [[2, 0]], 8)).fingerprint
+    one = DataDirectory(write_documents(tmp_path / "1", [[1, 0]], [[2, 0]], 8)).fingerprint()
+    same = DataDirectory(write_documents(tmp_path / "2", [[1, 0]], [[2, 0]], 8)).fingerprint()
+    other = DataDirectory(write_documents(tmp_path / "3", [[3, 0]], [[2, 0]], 8)).fingerprint()
     assert one == same
     assert {field for field in one if one[field] != other[field]} == {"train tokens"}

@@ -9,7 +9,12 @@ from helpers import logits_of, params_of, tiny_model, write_documents
 from jaxlm.config import DataConfig
 from jaxlm.data.pipeline import rows_of
 from jaxlm.data.shards import DataDirectory
-from jaxlm.evaluation.evaluate import eval_step, evaluate, unigram_cross_entropy
+from jaxlm.evaluation.evaluate import (
+    eval_step,
+    evaluate,
+    evaluate_documents,
+    unigram_cross_entropy,
+)
 from jaxlm.evaluation.generate import generate
 from jaxlm.losses import target_mask
 
@@ -117,7 +122,7 @@ def test_unigram_by_hand(tmp_path):
     """Training counts 3, 1, 0 plus one each: 4/7, 2/7, 1/7. Validation has one of each."""
     data = DataDirectory(write_documents(tmp_path / "d", [[0, 0, 1, 0]], [[0, 1, 2]], 3))
     expected = -(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3
-    assert unigram_cross_entropy(data) == pytest.approx(expected)
+    assert unigram_cross_entropy(data, data.stream("validation")) == pytest.approx(expected)
 
 
 def generated(prompt, length, seed=0, temperature=0.0, top_k=0, end=-1, depth=3):
@@ -156,3 +161,85 @@ def test_sampling_follows_its_seed_and_limits():
 def test_generation_stops_at_the_end_token():
     tokens = generated([5, 9], 8)
     assert generated([5, 9], 8, end=tokens[4]) == tokens[: tokens.index(tokens[4], 2) + 1]
+
+
+@pytest.mark.parametrize("layout", ["packed", "best_fit", "padded"])
+def test_documents_lose_what_they_lose_token_by_token(random_data, layout):
+    """Against each target's own loss, found through its place in the stream, for every layout.
+
+    Documents have 4 to 60 tokens and rows 8: they span rows, share rows, and end with them.
+    """
+    stream = DataDirectory(random_data).stream("validation")
+    rows = rows_of(stream, DataConfig(sequence_length=8, layout=layout))
+    evaluations, documents = evaluate_documents(
+        MODEL, params_of(MODEL), rows, depths=(1, 3), batch_rows=5, chunk_tokens=16
+    )
+    ends = stream.document_ends
+    starts = np.concatenate([[0], ends[:-1]])
+    assert documents.tokens.tolist() == (ends - starts - 1).tolist()  # all but each first token
+    # In the packed layout a row's first token is token T * row of the stream.
+    if layout == "packed":
+        expected = np.zeros((2, len(ends)))
+        for i in range(len(rows)):
+            row = rows.read(np.array([i]))
+            tokens, segments = row["tokens"].astype(int), row["segment_ids"]
+            for number, depth in enumerate((1, 3)):
+                logits = np.asarray(
+                    logits_of(
+                        MODEL,
+                        params_of(MODEL),
+                        tokens[:, :-1],
+                        segments[:, :-1],
+                        row["positions"][:, :-1],
+                        depth,
+                    ),
+                    np.float64,
+                )[0]
+                for t in np.flatnonzero(target_mask(segments)[0]):
+                    document = int((ends <= 8 * i + t + 1).sum())
+                    lost = math.log(np.exp(logits[t]).sum()) - logits[t, tokens[0, t + 1]]
+                    expected[number, document] += lost
+        np.testing.assert_allclose(documents.loss, expected, rtol=1e-5)
+    for evaluation, loss in zip(evaluations, documents.loss, strict=True):
+        total = evaluation.cross_entropy * evaluation.target_tokens
+        assert loss.sum() == pytest.approx(total, rel=1e-6)
+        assert documents.tokens.sum() == evaluation.target_tokens
+
+
+@pytest.mark.parametrize("layout", ["best_fit", "padded"])
+def test_a_document_loses_the_same_alone(tmp_path, layout):
+    """Side by side in a row, or in rows of their own, as in a stream of one document."""
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(1, 64, size).tolist() for size in (5, 8, 2, 1, 6, 3)]
+    config = DataConfig(sequence_length=8, layout=layout)
+
+    def losses(name, validation):
+        stream = DataDirectory(write_documents(tmp_path / name, [[1, 2]], validation, 64)).stream(
+            "validation"
+        )
+        return evaluate_documents(
+            MODEL,
+            params_of(MODEL),
+            rows_of(stream, config),
+            depths=(3,),
+            batch_rows=4,
+            chunk_tokens=16,
+        )[1]
+
+    together = losses("together", texts)
+    assert together.tokens.tolist() == [4, 7, 1, 0, 5, 2]
+    for number in (0, 1, 4):
+        alone = losses(str(number), [texts[number]])
+        assert together.loss[0, number] == pytest.approx(alone.loss[0, 0], rel=1e-5)
+
+
+def test_documents_beyond_a_limit_have_no_tokens(random_data):
+    stream = DataDirectory(random_data).stream("validation")
+    rows = rows_of(stream, DataConfig(sequence_length=8))
+    documents = evaluate_documents(
+        MODEL, params_of(MODEL), rows, depths=(3,), batch_rows=5, chunk_tokens=16, limit=3
+    )[1]
+    assert documents.tokens.sum() == target_mask(rows.read(np.arange(3))["segment_ids"]).sum()
+    first_beyond = int((stream.document_ends <= 24).sum()) + 1
+    assert not documents.tokens[first_beyond:].any()
+    assert not documents.loss[0, first_beyond:].any()

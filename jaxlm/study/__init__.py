@@ -1,0 +1,1 @@
+"""Two or more models on exactly the same tokens, in cycles: data, training, evaluation, verdict."""

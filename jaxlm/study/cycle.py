@@ -1,0 +1,468 @@
+"""The cycles of a study: prepare, train and evaluate each model, compare, report, reclaim.
+
+Every phase begins by asking the journal whether it was done, does what is left of it, and ends by
+saying so there; the work itself (preparing, training, removing) can be repeated or continues where
+it was. So a study that was killed anywhere goes on with the same command, and what it does then is
+what it would have done.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxlm.config import Config
+from jaxlm.console import console
+from jaxlm.data.pipeline import validation_stream
+from jaxlm.data.prepare import prepare
+from jaxlm.data.shards import DataDirectory
+from jaxlm.environment import PACKAGES
+from jaxlm.errors import Failure, UserError
+from jaxlm.evaluation.evaluate import unigram_cross_entropy
+from jaxlm.files import Lock, sha256_of, size_text, write_atomically
+from jaxlm.study.blocks import digest_of, first_difference, read_blocks
+from jaxlm.study.folder import bytes_in, check_removable, free_bytes, refuse_links, remove
+from jaxlm.study.journal import Journal
+from jaxlm.study.plan import disk_needs
+from jaxlm.study.report import write_report
+from jaxlm.study.settings import Study, changes, run_name
+from jaxlm.study.worker import STOPPED, EvaluationSet, Job
+from jaxlm.training.manifest import damage_text, inspect
+from jaxlm.training.metrics import BLOCKS
+
+JOURNAL = "journal.jsonl"
+_PASS_ON_SECONDS = 0.2  # until a signal reaches the worker
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Launch = Callable[[Path], int]
+
+
+def _plain(tree: Any) -> Any:
+    """As it reads back from JSON."""
+    return json.loads(json.dumps(tree))
+
+
+class StoppedError(Exception):
+    """A signal ended the study; everything is saved."""
+
+    def __init__(self, number: signal.Signals | None):
+        super().__init__(number)
+        self.number = number
+
+
+def launcher(environment: Mapping[str, str]) -> Launch:
+    """Starts each job in a process of its own and waits for it, passing signals on.
+
+    Args:
+        environment: of the workers: unlike the study, they use the device.
+    """
+
+    def launch(job: Path) -> int:
+        received: list[signal.Signals] = []
+
+        def remember(number: int, frame: object) -> None:
+            del frame
+            received.append(signal.Signals(number))
+
+        previous = {number: signal.signal(number, remember) for number in _SIGNALS}
+        try:
+            # Not in the terminal's foreground group, where it would get Ctrl-C a second time.
+            command = [sys.executable, "-m", "jaxlm.study.worker", str(job)]
+            child = subprocess.Popen(command, env=dict(environment), process_group=0)
+            code, passed_on = None, 0
+            while code is None:
+                for number in received[passed_on:]:
+                    child.send_signal(number)
+                    passed_on += 1
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = child.wait(_PASS_ON_SECONDS)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if received:
+            raise StoppedError(received[0])
+        return code
+
+    return launch
+
+
+class Cycles:
+    """A study that is under way. Use as a context manager.
+
+    Args:
+        study: settings.
+        launch: does a job, given its file; returns the worker's exit code.
+
+    Raises:
+        UserError: another process runs it, it began with other settings, or its folder holds a
+            symbolic link.
+        Failure: its journal was changed.
+    """
+
+    def __init__(self, study: Study, launch: Launch):
+        self.study, self.launch = study, launch
+        self.directory = study.directory
+        refuse_links(self.directory)
+        for name in study.config.evaluation_data:
+            if name in ("validation", "window"):
+                raise UserError(f"study.evaluation_data: '{name}' is a name of the study's own")
+        busy = f"{self.directory}: another process runs this study"
+        self._lock = Lock(self.directory / "lock", busy)
+        try:
+            self._open()
+        except BaseException:
+            self._lock.__exit__()
+            raise
+
+    def _open(self) -> None:
+        (self.directory / "jobs").mkdir(exist_ok=True)
+        self.journal = Journal(self.directory / JOURNAL)
+        begun = self.journal.find("study")
+        if begun is None:
+            others = [p.name for p in self.directory.iterdir() if p.name not in ("lock", "jobs")]
+            if others:
+                raise UserError(
+                    f"{self.directory}: has no journal but holds {', '.join(sorted(others)[:4])}; "
+                    f"bring journal.jsonl back, or choose another study.name"
+                )
+        else:
+            refused = changes(begun["settings"], self.study)
+            if refused:
+                raise UserError(
+                    f"{self.directory}: began with other settings; undo these changes, or choose "
+                    f"another study.name:\n" + "\n".join(refused)
+                )
+
+    def __enter__(self) -> "Cycles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.__exit__()
+
+    # ------------------------------------------------------------------ the whole
+
+    def run(self) -> None:
+        """Do what is left of the study.
+
+        Raises:
+            StoppedError: a signal came; the same command goes on.
+            Failure: a worker failed, the disk is full, or the models did not see the same blocks.
+        """
+        self._begin()
+        for cycle in range(1, self.study.config.cycles + 1):
+            if self.journal.find("cycle", cycle=cycle):
+                continue
+            self._prepare(cycle)
+            for model, seed in self.study.runs:
+                self._train(cycle, model, seed)
+            self._compare(cycle)
+            self._reclaim(cycle)
+            self.journal.append("cycle", cycle=cycle)
+        self.report()
+
+    def _begin(self) -> None:
+        needs = disk_needs(self.study)
+        begun = self.journal.find("settings") or self.journal.find("study")
+        if begun is not None and begun["settings"] != _plain(self.study.tree()):
+            self.journal.append("settings", settings=self.study.tree())
+        if begun is None:
+            self._require_room(needs.peak, f"the study at its fullest ({needs.text()})")
+            self.journal.append(
+                "study",
+                settings=self.study.tree(),
+                versions={name: importlib.metadata.version(name) for name in PACKAGES},
+                python=platform.python_version(),
+                platform=platform.platform(),
+            )
+        write_atomically(self.directory / "study.yaml", self.study.yaml())
+
+    def _require_room(self, needed: int, what: str) -> None:
+        """Refuse to begin something that the disk, or the study's share of it, cannot hold."""
+        room, of = free_bytes(self.directory), "free on the disk"
+        if self.study.config.disk is not None:
+            left = round(self.study.config.disk * 1e9) - bytes_in(self.directory)
+            if left < room:
+                room, of = left, f"left of study.disk ({self.study.config.disk:g} GB)"
+        if needed > room:
+            raise Failure(
+                f"{self.directory}: {what} needs about {size_text(needed)}, and "
+                f"{size_text(max(room, 0))} are {of}; make room, and the same command goes on"
+            )
+
+    def _say(self, cycle: int, text: str) -> None:
+        print(f"\nCycle {cycle}/{self.study.config.cycles}: {text}", flush=True)
+
+    # ------------------------------------------------------------------ data
+
+    def _prepare(self, cycle: int) -> None:
+        """Bring the cycle's tokens, and remember what was written."""
+        if self.journal.find("prepared", cycle=cycle):
+            return
+        study, began = self.study, time.time()
+        needed = cycle * study.config.tokens_per_cycle + 1  # the last row's last target
+        if study.own_data:
+            self._say(cycle, f"preparing tokens up to {needed:,}")
+            self._require_room(disk_needs(study).window, "preparing its tokens")
+            data = prepare(self._data_config(), needed)
+        else:
+            data = DataDirectory(study.data_directory)
+            needed = study.tokens + 1
+        there = data.manifest["splits"]["train"]["tokens"]
+        complete = not study.own_data or data.manifest["source"]["complete"]
+        # Known before anything was trained where all sources were read in the first cycle.
+        if there < (study.tokens + 1 if complete else needed):
+            raise UserError(
+                f"{study.data_directory}: {study.config.cycles} cycles need {study.tokens + 1:,} "
+                f"training tokens, and the sources give {there:,}; a study of fewer cycles or of "
+                f"smaller ones, under another study.name, fits"
+            )
+        if cycle == 1 and not complete:
+            self._warn_of_shortage(there, data.manifest["source"]["files"])
+        validation = data.manifest["splits"]["validation"]["tokens"]
+        first = self.journal.find("prepared", cycle=1)
+        recorded = {name for e in self.journal.all("prepared") for name in e["files"]}
+        files = {
+            path.relative_to(self.directory).as_posix(): {
+                "bytes": entry["bytes"],
+                "sha256": entry["sha256"],
+            }
+            for path, entry in (data.files() if study.own_data else [])
+            if path.parent.name == "train" and path.name.startswith("tokens-")
+        }
+        unigram = None
+        if first is None:
+            limited = dataclasses.replace(study.first.data, validation_tokens=validation)
+            unigram = unigram_cross_entropy(data, validation_stream(data, limited))
+        self.journal.append(
+            "prepared",
+            cycle=cycle,
+            tokens=there,
+            documents=data.manifest["splits"]["train"]["documents"],
+            validation_tokens=validation,
+            validation_documents=data.manifest["splits"]["validation"]["documents"],
+            vocabulary_size=data.vocabulary_size,
+            unigram_cross_entropy=unigram,
+            files={name: entry for name, entry in files.items() if name not in recorded},
+            seconds=time.time() - began,
+        )
+
+    def _warn_of_shortage(self, tokens: int, files: list[dict[str, Any]]) -> None:
+        """Say early where the sources seem to hold less than the study needs."""
+        sizes = [int(file["identity"].split()[0]) for file in files]  # "N bytes, HASH"
+        read = sum(
+            size for size, file in zip(sizes, files, strict=True) if file["outcome"] is not None
+        )
+        expected = tokens * sum(sizes) // max(read, 1)
+        if expected < 1.05 * self.study.tokens:
+            print(
+                f"warning: {tokens:,} tokens came from {size_text(read)} of sources at most; all "
+                f"{size_text(sum(sizes))} may give no more than about {expected:,}, and the study "
+                f"needs {self.study.tokens:,}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _data_config(self) -> Config:
+        first = self.study.first
+        return dataclasses.replace(
+            first, data=dataclasses.replace(first.data, directory=str(self.study.data_directory))
+        )
+
+    # ------------------------------------------------------------------ training
+
+    def _train(self, cycle: int, model: str, seed: int) -> None:
+        """Train a run to the end of the cycle and evaluate it, in a process of its own."""
+        key: dict[str, Any] = {"cycle": cycle, "model": model, "seed": seed}
+        if self.journal.find("evaluated", **key):
+            return
+        study, name = self.study, run_name(model, seed)
+        until = cycle * study.updates_per_cycle
+        self._say(cycle, f"{model}, seed {seed}, to update {until:,} of {study.updates:,}")
+        self._require_room(disk_needs(study).checkpoint, "a checkpoint")
+        job = Job(
+            self.run_config(model, seed),
+            until,
+            study.config.depths,
+            self._sets(cycle),
+            self.directory / "evaluations" / f"{name}-cycle-{cycle}.json",
+        )
+        job.result.parent.mkdir(exist_ok=True)
+        job.result.unlink(missing_ok=True)
+        path = self.directory / "jobs" / f"{name}.json"
+        job.write(path)
+        began = time.time()
+        code = self.launch(path)
+        if code == STOPPED:
+            raise StoppedError(None)
+        if code != 0:
+            said = "what it said stands above; " if code > 0 else f"by signal {-code}; "
+            raise Failure(
+                f"{name}: training or evaluation ended with exit code {code}; {said}the same "
+                f"command goes on from its last checkpoint"
+            )
+        result = json.loads(job.result.read_text(encoding="utf-8"))
+        if result["update"] != until:
+            raise Failure(f"{name}: stands at update {result['update']}, expected {until}")
+        if self.journal.find("trained", **key) is None:
+            blocks = read_blocks(self._run_directory(name) / BLOCKS, until)
+            self.journal.append(
+                "trained",
+                **key,
+                update=until,
+                tokens=result["tokens"],
+                blocks=digest_of(blocks[until - study.updates_per_cycle :]),
+                checkpoint=self._checkpoint(name, until),
+            )
+        sums = job.result.with_suffix(".npz")
+        self.journal.append(
+            "evaluated",
+            **key,
+            evaluations=result["evaluations"],
+            documents=sha256_of(sums) if sums.exists() else None,
+            parameters=result["parameters"],
+            nonfinite_updates=result["nonfinite_updates"],
+            empty_windows=result["empty_windows"],
+            device=result["device"],
+            peak_memory_bytes=result["peak_memory_bytes"],
+            peak_memory_of=result["peak_memory_of"],
+            seconds=result["evaluation_seconds"],
+            process_seconds=time.time() - began,
+        )
+
+    def run_config(self, model: str, seed: int) -> Config:
+        """A run's configuration; the first cycle's validation documents are that of all."""
+        first = self.journal.find("prepared", cycle=1)
+        assert first is not None
+        return self.study.run_config(model, seed, first["validation_tokens"])
+
+    def _sets(self, cycle: int) -> tuple[EvaluationSet, ...]:
+        """What is evaluated after a cycle: the fixed set, the cycle's own, and others."""
+        ends = [
+            event["validation_tokens"]
+            for number in range(1, cycle + 1)
+            if (event := self.journal.find("prepared", cycle=number)) is not None
+        ]
+        sets = [EvaluationSet("validation", None, (0, ends[0]))]
+        if self.study.config.held_out_windows and cycle > 1 and ends[-1] > ends[-2]:
+            sets.append(EvaluationSet("window", None, (ends[-2], ends[-1])))
+        others = self.study.config.evaluation_data.items()
+        return (*sets, *(EvaluationSet(name, directory, None) for name, directory in others))
+
+    def _run_directory(self, name: str) -> Path:
+        return self.directory / "models" / name
+
+    def _checkpoint(self, name: str, update: int) -> str:
+        """Verify a checkpoint, every byte of it. Returns the checksum of its manifest."""
+        path = self._run_directory(name) / "checkpoints" / str(update)
+        found = inspect(path)
+        if not found.whole:
+            damage = damage_text(found.damage) or "has no manifest"
+            raise Failure(
+                f"{path}: damaged ({damage}); nothing of its tokens is reclaimed; the same command "
+                f"trains again from the checkpoint before it"
+            )
+        return sha256_of(path / "manifest.json")
+
+    # ------------------------------------------------------------------ comparison
+
+    def problems(self) -> list[str]:
+        """Why the models' logs do not show that they saw the same blocks; empty if they do."""
+        found: list[str] = []
+        span = self.study.updates_per_cycle
+        blocks: dict[str, list[list[int]]] = {}
+        for model, seed in self.study.runs:
+            name = run_name(model, seed)
+            events = self.journal.all("trained", model=model, seed=seed)
+            if not events:
+                continue
+            try:
+                blocks[name] = read_blocks(self._run_directory(name) / BLOCKS, events[-1]["update"])
+            except Failure as failure:
+                found.append(str(failure))
+                continue
+            for event in events:
+                stop = event["update"]
+                if digest_of(blocks[name][stop - span : stop]) != event["blocks"]:
+                    found.append(
+                        f"{self._run_directory(name) / BLOCKS}: is not, between updates "
+                        f"{stop - span:,} and {stop:,}, what it was when {name} was trained"
+                    )
+        names = list(blocks)
+        for name in names[1:]:
+            both = min(len(blocks[names[0]]), len(blocks[name])) // span * span
+            update = first_difference(blocks[names[0]][:both], blocks[name][:both])
+            if update is not None:
+                found.append(
+                    f"{names[0]} and {name} did not see the same blocks: update {update:,} is the "
+                    f"first that differs"
+                )
+        return found
+
+    def _compare(self, cycle: int) -> None:
+        """Show that all models saw the same blocks, and report."""
+        self.report()
+        if self.journal.find("compared", cycle=cycle) is None:
+            events = self.journal.all("trained", cycle=cycle)
+            runs = {run_name(e["model"], e["seed"]): e["blocks"] for e in events}
+            self.journal.append("compared", cycle=cycle, blocks=runs)
+
+    def report(self) -> None:
+        """Write the report of all that was evaluated.
+
+        Raises:
+            Failure: after it is written, where the models' blocks are not shown to be the same.
+        """
+        problems = self.problems()
+        written = write_report(self.study, self.journal, problems)
+        screen = console()
+        for line in written.lines:
+            screen.print(line, markup=False, soft_wrap=True)
+        if problems:
+            raise Failure(f"{self.directory}: verdict withheld: {'; '.join(problems)}")
+
+    # ------------------------------------------------------------------ reclaiming
+
+    def _reclaim(self, cycle: int) -> None:
+        """Remove tokens that no run will read again, once that is sure."""
+        study = self.study
+        if not (study.own_data and study.config.reclaim):
+            return
+        if self.journal.find("reclaimed", cycle=cycle):
+            return
+        update = cycle * study.updates_per_cycle
+        begun = self.journal.find("reclaiming", cycle=cycle)
+        if begun is None:
+            for model, seed in study.runs:
+                event = self.journal.find("trained", cycle=cycle, model=model, seed=seed)
+                assert event is not None
+                if self._checkpoint(run_name(model, seed), update) != event["checkpoint"]:
+                    raise Failure(
+                        f"{run_name(model, seed)}: checkpoint {update} is not the one that was "
+                        f"verified after training; nothing is reclaimed"
+                    )
+            data = DataDirectory(study.data_directory, verify=False)
+            recorded = {
+                n: e for event in self.journal.all("prepared") for n, e in event["files"].items()
+            }
+            gone = {n for event in self.journal.all("reclaiming") for n in event["files"]}
+            paths = data.reclaimable(cycle * study.config.tokens_per_cycle)
+            names = [path.relative_to(self.directory).as_posix() for path in paths]
+            unknown = [name for name in names if name not in recorded]
+            if unknown:
+                raise Failure(f"{self.directory}: {unknown[0]} is not in the journal")
+            files = {name: recorded[name] for name in names if name not in gone}
+            check_removable(self.directory, files)
+            begun = self.journal.append("reclaiming", cycle=cycle, files=files, shards=len(names))
+        files = check_removable(self.directory, begun["files"])
+        DataDirectory(study.data_directory, verify=False).mark_reclaimed(begun["shards"])
+        freed = remove(self.directory, files)
+        self.journal.append("reclaimed", cycle=cycle, bytes=freed)
+        self._say(cycle, f"reclaimed {len(files)} shards, {size_text(freed)}")

@@ -1,0 +1,224 @@
+"""One run of a study for one cycle, in a process of its own: train to an update, then evaluate.
+
+    python -m jaxlm.study.worker JOB.json
+
+A process for each run and cycle gives every model a device that nothing was left on. The worker
+follows its study: if that is killed, it saves and ends.
+"""
+
+import ctypes
+import dataclasses
+import io
+import json
+import math
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlm.cli import run_script
+from jaxlm.config import Config, from_tree, to_tree
+from jaxlm.console import progress
+from jaxlm.data.pipeline import Rows, rows_of
+from jaxlm.data.shards import DataDirectory
+from jaxlm.errors import UserError
+from jaxlm.evaluation.evaluate import (
+    DocumentLosses,
+    Evaluation,
+    evaluate_documents,
+    number_of_batches,
+)
+from jaxlm.files import Lock, write_atomically, write_json
+from jaxlm.training.loop import Run, train
+
+STOPPED = 75  # exit code after a signal: saved, and to be started again
+_WAIT_SECONDS = 600.0  # for a worker of before to finish its last save
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSet:
+    """Validation documents to evaluate on."""
+
+    # How the report calls it.
+    name: str
+    # Data directory; None is the run's own.
+    directory: str | None
+    # The documents that lie within these validation tokens; None is all.
+    tokens: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a worker does."""
+
+    # The run's configuration.
+    config: Config
+    # Updates after which training ends.
+    until: int
+    # Core steps to evaluate at.
+    depths: tuple[int, ...]
+    # What to evaluate on.
+    sets: tuple[EvaluationSet, ...]
+    # Where the figures go: JSON, and per-document sums beside it as .npz.
+    result: Path
+
+    def write(self, path: Path) -> None:
+        """Write the job down for a worker."""
+        tree = {
+            "config": to_tree(self.config),
+            "until": self.until,
+            "depths": list(self.depths),
+            "sets": [dataclasses.asdict(one) for one in self.sets],
+            "result": str(self.result),
+        }
+        write_json(path, tree)
+
+
+def read_job(path: Path) -> Job:
+    """The job that :meth:`Job.write` wrote."""
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    sets = tuple(
+        EvaluationSet(one["name"], one["directory"], one["tokens"] and tuple(one["tokens"]))
+        for one in tree["sets"]
+    )
+    return Job(
+        from_tree(tree["config"]),
+        tree["until"],
+        tuple(tree["depths"]),
+        sets,
+        Path(tree["result"]),
+    )
+
+
+def work(job: Job) -> int:
+    """Train, evaluate and write the figures.
+
+    Returns:
+        0 once all is done; STOPPED after a signal.
+    """
+    directory = Path(job.config.run.directory) / job.config.run.name
+    _wait_for(directory / "lock")
+    done = False
+
+    def finish(run: Run) -> None:
+        nonlocal done
+        _evaluate_all(run, job)
+        done = True
+
+    train(job.config, until_update=job.until, finish=finish)
+    return 0 if done else STOPPED
+
+
+def _evaluate_all(run: Run, job: Job) -> None:
+    began = time.time()
+    evaluations: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    run.goodput.switch("evaluation")
+    for one in job.sets:
+        rows, data = _rows(run, one)
+        if len(rows) == 0:
+            continue
+        found, documents = _evaluate(run, one.name, rows, data, job.depths)
+        evaluations[one.name] = [
+            {key: _finite(value) for key, value in dataclasses.asdict(evaluation).items()}
+            for evaluation in found
+        ]
+        arrays[f"{one.name}.loss"] = documents.loss
+        arrays[f"{one.name}.tokens"] = documents.tokens
+    run.goodput.record(run.progress.update)
+    written = io.BytesIO()
+    np.savez_compressed(written, allow_pickle=False, **arrays)
+    write_atomically(job.result.with_suffix(".npz"), written.getvalue())
+    result = {
+        "update": run.progress.update,
+        "tokens": run.progress.tokens,
+        "parameters": sum(x.size for x in jax.tree.leaves(run.state.params)),
+        "nonfinite_updates": run.progress.nonfinite_updates,
+        "empty_windows": run.progress.empty_windows,
+        "evaluations": evaluations,
+        "evaluation_seconds": time.time() - began,
+        "device": jax.devices()[0].device_kind,
+        **_peak_memory(),
+    }
+    write_json(job.result, result)
+
+
+def _finite(value: float | int | None) -> float | int | None:
+    """None in place of a number that JSON cannot write: a model that has diverged."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _rows(run: Run, one: EvaluationSet) -> tuple[Rows, DataDirectory]:
+    data = run.data if one.directory is None else DataDirectory(Path(one.directory))
+    for field in ("tokenizer", "normalization", "vocabulary"):
+        if data.fingerprint()[field] != run.data.fingerprint()[field]:
+            raise UserError(
+                f"study.evaluation_data: {data.directory} differs from {run.data.directory} in its "
+                f"{field}; losses would not be comparable"
+            )
+    stream = data.stream("validation")
+    if one.tokens is not None:
+        stream = stream.part(*one.tokens)
+    return rows_of(stream, run.config.data), data
+
+
+def _evaluate(
+    run: Run, title: str, rows: Rows, data: DataDirectory, depths: tuple[int, ...]
+) -> tuple[list[Evaluation], DocumentLosses]:
+    config = run.config
+    chosen = depths if config.model.kind == "recurrent" else depths[:1]
+    batches = number_of_batches(rows, None, config.evaluation.batch_rows, chosen)
+    with progress(f"Evaluating on {title}", batches) as on_batch:
+        return evaluate_documents(
+            run.spec.model,
+            run.state.params,
+            rows,
+            depths=chosen,
+            batch_rows=config.evaluation.batch_rows,
+            chunk_tokens=config.loss.chunk_tokens,
+            token_bytes=data.token_bytes(),
+            text_prefix=data.text_prefix,
+            on_batch=on_batch,
+        )
+
+
+def _peak_memory() -> dict[str, Any]:
+    """Most bytes on the device; of a device that does not say, of the process."""
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    if peak is not None:
+        return {"peak_memory_bytes": peak, "peak_memory_of": "device"}
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_memory_bytes": kibibytes * 1024, "peak_memory_of": "process"}
+
+
+def _wait_for(lock: Path) -> None:
+    """Wait until a worker whose study was killed has saved and let go of the run."""
+    deadline, told = time.monotonic() + _WAIT_SECONDS, False
+    while True:
+        try:
+            with Lock(lock, f"{lock.parent}: another process is training this run"):
+                return
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+            if not told:
+                print(f"Waiting for another process to save {lock.parent}", flush=True)
+                told = True
+            time.sleep(0.5)
+
+
+def main() -> int:
+    """Do the job that the argument names."""
+    # Not longer than the study that waits for it: as a SIGTERM, the update is finished and saved.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    return work(read_job(Path(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,523 @@
+"""Whole studies of tiny models, their workers in this process unless a test says otherwise."""
+
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxlm.data.shards import DataDirectory
+from jaxlm.errors import Failure, UserError
+from jaxlm.files import sha256_of
+from jaxlm.memory.devices import DEVICES
+from jaxlm.study import cycle as machine
+from jaxlm.study import report
+from jaxlm.study.cycle import Cycles
+from jaxlm.study.journal import Journal
+from jaxlm.study.plan import disk_needs, phase_times
+from jaxlm.study.settings import read_study
+from jaxlm.study.status import print_plan, print_status
+from jaxlm.study.worker import read_job, work
+from jaxlm.training.metrics import read_records
+
+TINY = """
+study:
+  name: tiny
+  directory: {folder}/studies
+  cycles: 3
+  tokens_per_cycle: 320
+  depths: [1, 3]
+  held_out_windows: true
+settings:
+  prepare:
+    inputs: ["{folder}/*.txt"]
+    text_documents: line
+    vocabulary_size: 300
+    shard_tokens: 150
+    processes: 1
+    validation_fraction: 0.2
+  data: {{sequence_length: 8}}
+  model: {{width: 16, heads: 2, feed_forward: 32, remat: none}}
+  depth: {{mean: 3, maximum: 6, backprop: 2}}
+  loss: {{chunk_tokens: 16}}
+  optim: {{name: adamw, learning_rate: 1e-2, warmup_updates: 2}}
+  training: {{micro_batch_rows: 2, micro_batches: 2}}
+  evaluation: {{every: 5, rows: 8, batch_rows: 4}}
+  checkpoint: {{every: 4}}
+  monitors: {{rows: 0}}
+  logging: {{tensorboard: false}}
+models:
+  loop:
+    settings:
+      model: {{recurrent: {{prelude_layers: 1, core_layers: 1, coda_layers: 1}}}}
+  plain:
+    settings:
+      model: {{kind: transformer, transformer: {{layers: 3}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    rng = random.Random(0)
+    for name in "abc":
+        lines = [" ".join(f"{rng.randint(0, 10**6)}" for _ in range(5)) for _ in range(30)]
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def study_in(folder: Path, texts: Path, *overrides: str, text: str = TINY):
+    folder.mkdir(exist_ok=True)
+    path = folder / "study.yaml"
+    path.write_text(text.format(folder=texts))
+    return read_study(path, [f"study.directory={folder}/studies", *overrides])
+
+
+def launch(job: Path) -> int:
+    return work(read_job(job))
+
+
+def finish(study):
+    with Cycles(study, launch) as cycles:
+        cycles.run()
+
+
+@pytest.fixture(scope="module")
+def finished(texts, tmp_path_factory):
+    """A study that was left alone; not to be written to."""
+    study = study_in(tmp_path_factory.mktemp("finished"), texts)
+    finish(study)
+    return study
+
+
+KINDS = [
+    "study",
+    *["prepared", "trained", "evaluated", "trained", "evaluated", "compared"],
+    *["reclaiming", "reclaimed", "cycle"],
+]
+
+
+def test_a_study_from_its_beginning_to_its_end(finished):
+    journal = Journal(finished.directory / "journal.jsonl", read_only=True)
+    assert [event["event"] for event in journal.events] == KINDS + 2 * KINDS[1:]
+    for run in ("loop-42", "plain-42"):
+        records = read_records(finished.directory / "models" / run / "metrics.jsonl")
+        assert [record["update"] for record in records] == list(range(30))
+    logs = [
+        (finished.directory / "models" / run / "blocks.jsonl").read_text()
+        for run in ("loop-42", "plain-42")
+    ]
+    assert logs[0] == logs[1]
+    blocks = [i for line in logs[0].splitlines() for i in json.loads(line)["blocks"]]
+    # Three windows of 40 rows, every row once, each window's own.
+    assert [sorted(blocks[i : i + 40]) for i in (0, 40, 80)] == [
+        list(range(i, i + 40)) for i in (0, 40, 80)
+    ]
+    # The fixed set is that of the first cycle in all of them; later windows have their own.
+    evaluated = journal.all("evaluated", model="loop")
+    targets = [e["evaluations"]["validation"][0]["target_tokens"] for e in evaluated]
+    assert len(set(targets)) == 1
+    assert ["window" in e["evaluations"] for e in evaluated] == [False, True, True]
+    assert [e["depth"] for e in evaluated[0]["evaluations"]["validation"]] == [1, 3]
+
+
+def test_used_tokens_are_gone_and_everything_else_is_there(finished):
+    journal = Journal(finished.directory / "journal.jsonl", read_only=True)
+    removed = {n for e in journal.all("reclaiming") for n in e["files"]}
+    data = DataDirectory(finished.data_directory)
+    stream = data.stream("train")
+    assert len(removed) >= 5
+    assert 960 - 200 < stream.readable_from <= 960
+    there = {
+        p.relative_to(finished.directory).as_posix() for p in finished.directory.rglob("*.npy")
+    }
+    assert not removed & there
+    for event in journal.all("prepared"):
+        assert event["files"].keys() <= removed | there
+    assert sum(e["bytes"] for e in journal.all("reclaimed")) == sum(
+        entry["bytes"] for e in journal.all("reclaiming") for entry in e["files"].values()
+    )
+
+
+def test_cycles_equal_one_long_cycle(finished, texts, tmp_path):
+    """The same study in a single cycle of three times the tokens, order of rows as before."""
+    text = TINY.replace("cycles: 3", "cycles: 1").replace("cycle: 320", "cycle: 960")
+    text = text.replace("sequence_length: 8", "sequence_length: 8, shuffle_tokens: 320")
+    one = study_in(tmp_path, texts, text=text)
+    with Cycles(one, launch) as cycles:
+        cycles._begin()
+        # Its validation documents: those that are there after a third of the tokens.
+        config = cycles._data_config()
+        machine.prepare(config, 321)
+        kept = DataDirectory(one.data_directory).manifest["splits"]["validation"]["tokens"]
+        append = cycles.journal.append
+
+        def with_first_validation(kind, **values):
+            if kind == "prepared":
+                values["validation_tokens"] = kept
+            return append(kind, **values)
+
+        cycles.journal.append = with_first_validation
+        cycles.run()
+    for run in ("loop-42", "plain-42"):
+        first, second = (study.directory / "models" / run for study in (finished, one))
+        names = ["blocks.jsonl", "metrics.jsonl", "evaluations.jsonl"]
+        for name in names:
+            timeless = [
+                [
+                    {k: v for k, v in r.items() if "second" not in k and "data_wait" not in k}
+                    for r in read_records(folder / name)
+                ]
+                for folder in (first, second)
+            ]
+            assert timeless[0] == timeless[1], name
+        assert len(read_records(first / "evaluations.jsonl")) == 6
+        assert arrays_of(first / "checkpoints/30") == arrays_of(second / "checkpoints/30")
+
+
+def arrays_of(checkpoint: Path) -> dict[str, bytes]:
+    from orbax.checkpoint import v1 as ocp
+
+    loaded = ocp.load_checkpointables(str(checkpoint.absolute()))
+    import jax
+
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf).tobytes()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(loaded)
+    }
+
+
+class Killed(BaseException):
+    """What a SIGKILL is in these tests: nothing catches it."""
+
+
+def live(study, monkeypatch, edge: int, after: bool) -> bool:
+    """Run a study until the journal has `edge` events and one more would come; was it killed?
+
+    With `after` the event is written first.
+    """
+    append = Journal.append
+
+    def kill(self, kind, **values):
+        if len(self.events) == edge and not after:
+            raise Killed
+        event = append(self, kind, **values)
+        if len(self.events) == edge + 1 and after:
+            raise Killed
+        return event
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", kill)
+        patch.setattr(report, "available", lambda: False)  # pictures take most of a report's time
+        try:
+            finish(study)
+        except Killed:
+            return True
+    return False
+
+
+def test_killed_at_every_edge_of_the_journal(finished, texts, tmp_path, monkeypatch):
+    study = study_in(tmp_path, texts)
+    edges = len(KINDS) + 2 * len(KINDS[1:])
+    for edge in range(edges):
+        assert live(study, monkeypatch, edge, after=False), edge
+        assert live(study, monkeypatch, edge, after=True), edge
+    finish(study)
+    a, b = (Journal(s.directory / "journal.jsonl", read_only=True) for s in (finished, study))
+    assert [e["event"] for e in a.events] == [e["event"] for e in b.events]
+    for kind, keys in (
+        ("prepared", ("tokens", "validation_tokens", "files", "unigram_cross_entropy")),
+        ("trained", ("update", "tokens", "blocks")),
+        ("compared", ("blocks",)),
+        ("reclaiming", ("files", "shards")),
+    ):
+        for one, other in zip(a.all(kind), b.all(kind), strict=True):
+            assert [one[key] for key in keys] == [other[key] for key in keys]
+    for one, other in zip(a.all("evaluated"), b.all("evaluated"), strict=True):
+        for name, found in one["evaluations"].items():
+            assert [e["cross_entropy"] for e in found] == [
+                e["cross_entropy"] for e in other["evaluations"][name]
+            ]
+    for run in ("loop-42", "plain-42"):
+        one, other = (s.directory / "models" / run for s in (finished, study))
+        assert (one / "blocks.jsonl").read_text() == (other / "blocks.jsonl").read_text()
+        assert arrays_of(one / "checkpoints/30") == arrays_of(other / "checkpoints/30")
+    left = [
+        sorted(p.name for p in (s.directory / "data/train").iterdir()) for s in (finished, study)
+    ]
+    assert left[0] == left[1]
+
+
+def test_killed_while_shards_are_removed(finished, tmp_path, monkeypatch):
+    """Half of the shards are gone, and the journal says that all are to go."""
+    folder = tmp_path / "studies" / "tiny"
+    shutil.copytree(finished.directory, folder)
+    study = dataclasses.replace(
+        finished, config=dataclasses.replace(finished.config, directory=str(tmp_path / "studies"))
+    )
+    journal = Journal(folder / "journal.jsonl")
+    lines = (folder / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    last = max(i for i, e in enumerate(journal.events) if e["event"] == "reclaiming")
+    (folder / "journal.jsonl").write_bytes(b"".join(lines[: last + 1]))
+    files = list(journal.events[last]["files"])
+    data = DataDirectory(finished.data_directory)
+    assert len(files) >= 2
+    # One that was not removed yet; what it holds does not matter to the other paths.
+    left = folder / files[-1]
+    assert not left.exists()
+    left.write_bytes(b"something else")
+    with pytest.raises(Failure, match=f"{left}: is not what the study wrote there"):
+        finish(study)
+    assert left.exists()
+    left.unlink()
+    finish(study)
+    assert DataDirectory(folder / "data").manifest == data.manifest
+
+
+# ---------------------------------------------------------------- report
+
+
+def copy_of(study, folder: Path):
+    """The same study in another place, to be written to."""
+    shutil.copytree(study.directory, folder / "studies" / "tiny")
+    config = dataclasses.replace(study.config, directory=str(folder / "studies"))
+    return dataclasses.replace(study, config=config)
+
+
+def test_the_report_says_what_the_runs_measured(finished):
+    figures = json.loads((finished.directory / "report.json").read_text())
+    journal = Journal(finished.directory / "journal.jsonl", read_only=True)
+    assert (figures["cycle"], figures["withheld"]) == (3, [])
+    for model in ("loop", "plain"):
+        events = journal.all("evaluated", model=model)
+        points = figures["models"][model]["seeds"]["42"]
+        assert [p["evaluations"] for p in points] == [e["evaluations"] for e in events]
+    sums = finished.directory / "evaluations"
+    # Verdicts from the documents' sums: their difference is that of the cross-entropies.
+    for index, depth in enumerate((1, 3)):
+        found = figures["verdicts"]["loop"][str(depth)]
+        losses = [np.load(sums / f"{run}-42-cycle-3.npz") for run in ("loop", "plain")]
+        tokens = losses[0]["validation.tokens"].sum()
+        one, other = losses[0]["validation.loss"][index].sum(), losses[1]["validation.loss"].sum()
+        assert found["difference"] == pytest.approx((one - other) / tokens, rel=1e-9)
+        entropies = [
+            journal.find("evaluated", model=model, cycle=3)["evaluations"]["validation"][i]
+            for model, i in (("loop", index), ("plain", 0))
+        ]
+        difference = entropies[0]["cross_entropy"] - entropies[1]["cross_entropy"]
+        assert found["difference"] == pytest.approx(difference, abs=2e-6)
+        assert found["seed_variance_measured"] is False
+        assert found["text"] in (finished.directory / "report.html").read_text()
+    # FLOPs of the Transformer: 6 per token and weight that multiplies, and attention.
+    weights = 3 * (4 * 16 * 16 + 3 * 16 * 32) + 300 * 16
+    attention = 3 * 2 * 2 * 16 * 4.5
+    point = figures["models"]["plain"]["seeds"]["42"][2]
+    assert point["flops"] == pytest.approx(3 * (2 * weights + attention) * point["tokens"])
+    text = (finished.directory / "report.md").read_text()
+    for part in ("## Verdict", "## What was equal", "loop at depth 3", "Goodput", "jaxlm 0.1.0"):
+        assert part in text
+    html = (finished.directory / "report.html").read_text()
+    assert html.count("data:image/svg") == 5
+    assert "http" not in html.replace("http-equiv", "")
+
+
+def test_one_changed_line_of_a_block_log_withholds_the_verdict(finished, tmp_path):
+    study = copy_of(finished, tmp_path)
+    path = study.directory / "models" / "plain-42" / "blocks.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    record = json.loads(lines[31])  # update 15
+    record["blocks"][0], record["blocks"][1] = record["blocks"][1], record["blocks"][0]
+    path.write_text("".join([*lines[:31], json.dumps(record) + "\n", *lines[32:]]))
+    with pytest.raises(Failure, match=r"verdict withheld: .*between updates 10 and 20.*update 15"):
+        finish(study)
+    figures = json.loads((study.directory / "report.json").read_text())
+    assert figures["verdicts"] == {}
+    assert len(figures["withheld"]) == 2
+    assert "Withheld" in (study.directory / "report.md").read_text()
+    assert "is better by" not in (study.directory / "report.md").read_text()
+    # Both logs changed alike: they agree, and are still not what was recorded.
+    shutil.copy(path, study.directory / "models" / "loop-42" / "blocks.jsonl")
+    with pytest.raises(Failure, match=r"loop-42/blocks\.jsonl: is not, between updates 10 and 20"):
+        finish(study)
+    path.write_text("".join(lines))
+    shutil.copy(path, study.directory / "models" / "loop-42" / "blocks.jsonl")
+    finish(study)
+    assert json.loads((study.directory / "report.json").read_text())["verdicts"]
+
+
+def test_changed_sums_of_documents_withhold_the_verdict(finished, tmp_path):
+    study = copy_of(finished, tmp_path)
+    path = study.directory / "evaluations" / "loop-42-cycle-3.npz"
+    with np.load(path) as arrays:
+        changed = {name: arrays[name] for name in arrays.files}
+    changed["validation.loss"] = changed["validation.loss"] * 0.9
+    np.savez(path, **changed)
+    finish(study)
+    figures = json.loads((study.directory / "report.json").read_text())
+    assert figures["verdicts"] == {}
+    assert "missing or were changed" in (study.directory / "report.md").read_text()
+
+
+def test_other_settings_a_foreign_folder_and_a_second_process_are_refused(
+    finished, texts, tmp_path
+):
+    study = copy_of(finished, tmp_path)
+    config = dataclasses.replace(study.config, margin=0.5)
+    with pytest.raises(UserError, match=r"margin: was 0\.01, is 0\.5"):
+        Cycles(dataclasses.replace(study, config=config), launch)
+    with (
+        Cycles(study, launch),
+        pytest.raises(UserError, match="another process runs this study"),
+    ):
+        Cycles(study, launch)
+    (study.directory / "journal.jsonl").unlink()
+    with pytest.raises(UserError, match="has no journal but holds data"):
+        Cycles(study, launch)
+    (study.directory / "models" / "plain-42" / "link").symlink_to("/tmp")
+    with pytest.raises(UserError, match="is a symbolic link"):
+        Cycles(study, launch)
+    small = study_in(tmp_path / "small", texts, "study.disk=0.00001")
+    with pytest.raises(Failure, match=r"left of study\.disk .*make room"):
+        finish(small)
+
+
+def test_sources_that_are_too_small_are_noticed_before_training(texts, tmp_path, capsys):
+    study = study_in(tmp_path / "one", texts, "study.tokens_per_cycle=3200")
+    with pytest.raises(UserError, match=r"3 cycles need 9,601 training tokens, and the sources"):
+        finish(study)
+    assert not (study.directory / "models").exists()
+    study = study_in(tmp_path / "other", texts, "study.cycles=30")
+    with Cycles(study, launch) as cycles:
+        cycles._begin()
+        cycles._prepare(1)
+    assert "and the study needs 9,600" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_keeps_the_tokens(texts, tmp_path, monkeypatch):
+    study = study_in(tmp_path, texts)
+    edge = KINDS.index("reclaiming")
+    assert live(study, monkeypatch, edge - 1, after=True)
+    path = study.directory / "models/loop-42/checkpoints/10/manifest.json"
+    kept = path.read_bytes()
+    path.write_bytes(kept.replace(b"1", b"2", 1))
+    with pytest.raises(Failure, match=r"checkpoints/10: damaged .* nothing of its tokens"):
+        finish(study)
+    path.write_bytes(kept)
+    journal = Journal(study.directory / "journal.jsonl", read_only=True)
+    assert journal.find("reclaiming") is None
+    assert all((study.directory / n).exists() for n in journal.find("prepared")["files"])
+
+
+def test_a_model_that_has_diverged_is_reported_and_not_judged(finished, tmp_path):
+    study = copy_of(finished, tmp_path)
+    old = Journal(study.directory / "journal.jsonl")
+    old.path.unlink()
+    journal = Journal(old.path)
+    for event in old.events:
+        values = {
+            k: v for k, v in event.items() if k not in ("event", "time", "previous", "sha256")
+        }
+        if event["event"] == "evaluated" and event["model"] == "loop":
+            path = study.directory / f"evaluations/loop-42-cycle-{event['cycle']}.npz"
+            with np.load(path) as arrays:
+                changed = {name: arrays[name] for name in arrays.files}
+            changed["validation.loss"][0, 0] = np.inf
+            np.savez(path, **changed)
+            values["documents"] = sha256_of(path)
+            values["evaluations"]["validation"][0] |= {"cross_entropy": None, "perplexity": None}
+        journal.append(event["event"], **values)
+    finish(study)
+    text = (study.directory / "report.md").read_text()
+    assert "Withheld: losses: inf at seed 0, document 0" in text
+    assert "| loop | 1 | - |" in text
+    assert "is better by" not in text
+
+
+@pytest.mark.long
+def test_optimizers_each_at_its_best_rate(texts, tmp_path):
+    text = TINY[: TINY.index("models:")].replace("cycles: 3", "cycles: 1") + (
+        "sweep:\n  model: {{settings: {{model: {{kind: transformer}}}}}}\n  optimizers:\n"
+        "    adam: {{settings: {{}}, learning_rates: [1e-2, 1e-5]}}\n"
+        "    factored: {{settings: {{optim: {{name: adafactor}}}}, learning_rates: [1e-2, 1e-5]}}\n"
+    )
+    study = study_in(tmp_path, texts, text=text)
+    finish(study)
+    figures = json.loads((study.directory / "report.json").read_text())
+    # A rate of 1e-5 learns nothing in ten updates.
+    assert figures["reference"] == "adam-lr0.01"
+    assert list(figures["verdicts"]) == ["factored-lr0.01"]
+    text = (study.directory / "report.md").read_text()
+    assert "| adam | 0.01 | 2 |" in text
+    assert "factored: the best of its rates, 0.01, is the sweep's edge" in text
+    html = (study.directory / "report.html").read_text()
+    assert "Validation loss by learning rate" in html
+
+
+@pytest.mark.long
+def test_data_prepared_elsewhere_are_read_and_left_alone(texts, tmp_path):
+    whole = study_in(tmp_path / "whole", texts)
+    config = dataclasses.replace(
+        whole.first, data=dataclasses.replace(whole.first.data, directory=str(tmp_path / "data"))
+    )
+    machine.prepare(config)
+    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "data").rglob("*"))
+    text = TINY.replace('inputs: ["{folder}/*.txt"]', "inputs: []")
+    text = text.replace("length: 8}}", f"length: 8, directory: {tmp_path}/data}}}}")
+    study = study_in(tmp_path / "study", texts, text=text)
+    finish(study)
+    assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "data").rglob("*")) == before
+    journal = Journal(study.directory / "journal.jsonl", read_only=True)
+    assert not journal.all("reclaiming")
+    assert [event["files"] for event in journal.all("prepared")] == [{}, {}, {}]
+    assert json.loads((study.directory / "report.json").read_text())["verdicts"]
+
+
+# ---------------------------------------------------------------- plan and status
+
+
+def test_the_plan_by_hand(texts, tmp_path):
+    study = study_in(tmp_path, texts)
+    needs = disk_needs(study)
+    # A window and the shard that reaches into it, 2 bytes a token; four checkpoints of each run:
+    # two are kept, beside them the best, and one is being written.
+    assert (needs.window, needs.tokens) == ((320 + 150) * 2, (320 + 150) * 2)
+    assert disk_needs(study_in(tmp_path, texts, "study.reclaim=false")).tokens == 960 * 2
+    weights = 3 * (4 * 16 * 16 + 3 * 16 * 32) + 300 * 16
+    norms = 3 * (2 * 16 + 2 * 8) + 16
+    bytes_ = 3 * 4 * (weights + norms)  # float32 weights and AdamW's two moments
+    assert needs.checkpoints["plain"] == pytest.approx(4 * (1.01 * bytes_ + 2**20), rel=1e-3)
+    three = disk_needs(study_in(tmp_path, texts, "study.seeds=[1, 2, 3]"))
+    assert three.checkpoints["plain"] == 3 * needs.checkpoints["plain"]
+    times = {(t.phase, t.model): t.seconds for t in phase_times(study, DEVICES["rtx3090"])}
+    # Forward, backward, and the logits once more; 4.5 keys a query on average; 71 TFLOP/s.
+    once = 2 * weights + 3 * 2 * 2 * 16 * 4.5
+    assert times["train", "plain"] == pytest.approx(320 * (3 * once + 2 * 300 * 16) / 71e12)
+    # A fifth of the documents is held out: a quarter as many tokens as are trained on.
+    assert times["evaluate", "plain"] == pytest.approx(80 * once / 71e12)
+
+
+def test_status_of_a_finished_study_and_of_one_under_way(finished, texts, tmp_path, capsys):
+    assert print_status(finished) == 0
+    said = capsys.readouterr().out
+    assert "3 of 3 cycles" in said
+    journal = Journal(finished.directory / "journal.jsonl", read_only=True)
+    loss = journal.find("evaluated", model="plain", cycle=2)["evaluations"]["validation"][0]
+    assert f"{loss['cross_entropy']:.4f}" in said
+    with pytest.raises(UserError, match="the study has not begun"):
+        print_status(study_in(tmp_path, texts))
+    assert not (tmp_path / "studies").exists()
+
+
+@pytest.mark.long
+def test_the_plan_compiles_each_model_for_the_card(texts, tmp_path, capsys):
+    study = study_in(tmp_path, texts)
+    assert print_plan(study) == 0
+    said = capsys.readouterr().out
+    assert "loop" in said
+    assert said.count(" yes ") == 2
+    assert "it fits" in said
+    assert print_plan(study_in(tmp_path, texts, "study.disk=0.0001")) == 1
+    assert "it does not fit" in capsys.readouterr().out
