@@ -15,6 +15,7 @@ FREE = (
     r"data\.(directory|prefetch)",
     r"model\.(attention|remat)",
     r"loss\.chunk_tokens",
+    r"distillation\.cache",  # its contents are compared by the data's fingerprint
     r"training\.(micro_batch_rows|micro_batches|block_inputs|max_nonfinite_updates)",
     r"(evaluation|checkpoint|monitors|logging|profile)\..*",
 )
@@ -96,4 +97,5 @@ def config_changes(
 
 def data_changes(stored: dict[str, str], fingerprint: dict[str, str]) -> list[str]:
     """Lines that name what of the data differs from the data of the run."""
-    return [f"data: {field} changed" for field in stored if stored[field] != fingerprint.get(field)]
+    fields = dict.fromkeys((*stored, *fingerprint))  # a teacher may come or go
+    return [f"data: {name} changed" for name in fields if stored.get(name) != fingerprint.get(name)]
