@@ -220,9 +220,11 @@ def test_masked_tokens_need_no_record():
     arrays, records, _ = problem(dtype=np.float32)
     mask = np.asarray(arrays[3])
     blank = jax.tree.map(
-        lambda x: jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-        else jnp.where(mask[:, None], x, 0),
+        lambda x: (
+            jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else jnp.where(mask[:, None], x, 0)
+        ),
         records,
     )
     weights = (0.3, 0.0, 0.7)

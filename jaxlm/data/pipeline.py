@@ -9,6 +9,12 @@ arrays:
     positions    [M, B, T+1]  int32, position within the document (from the row's start)
     block        [M, B]       int32, block id, -1 for a row that fills up a window
 
+and where the run learns from a teacher's cache (data/teacher.py), for the T targets of each row:
+
+    teacher_ids        [M, B, T, k]  uint16 or uint32, the tokens it finds most likely
+    teacher_log_probs  [M, B, T, k]  float16 or float32, log-probability of each
+    teacher_log_tail   [M, B, T]     float16, log of the mass of all others
+
 A position carries loss when it and the next one are of the same segment and not padding: token
 ids, the end token's included, have no part in that.
 
@@ -45,6 +51,7 @@ import numpy as np
 
 from jaxlm.config import DataConfig
 from jaxlm.data.shards import DataDirectory, TokenStream
+from jaxlm.data.teacher import TeacherCache
 from jaxlm.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -154,12 +161,18 @@ class PackedRows:
         offset = ends[_expand(first, counts)] - starts[row]
         segment_ids, positions = _segments(width, used, row, offset)
         block = np.where(rows < 0, -1, rows + self._first).astype(np.int32)
-        return {
+        batch = {
             "tokens": tokens,
             "segment_ids": segment_ids,
             "positions": positions,
             "block": block,
         }
+        if self.stream.teacher is not None:
+            each, none = np.arange(len(rows)), np.zeros(len(rows), np.int64)
+            targets = np.maximum(used - 1, 0)
+            shape = (len(rows), self.length)
+            batch |= self.stream.teacher.read(shape, each, none, starts + 1, targets)
+        return batch
 
 
 @dataclass(frozen=True)
@@ -301,12 +314,17 @@ class PieceRows:
         tokens = np.zeros((len(rows), width), self.stream.dtype)
         tokens[segment_ids > 0] = self.stream.read_pieces(self._pieces.starts[pieces], lengths)
         block = np.where(rows < 0, -1, self._pieces.ids[first]).astype(np.int32)
-        return {
+        batch = {
             "tokens": tokens,
             "segment_ids": segment_ids,
             "positions": positions,
             "block": block,
         }
+        if self.stream.teacher is not None:
+            shape = (len(rows), self.length)
+            starts = self._pieces.starts[pieces] + 1
+            batch |= self.stream.teacher.read(shape, row, offset, starts, lengths - 1)
+        return batch
 
 
 Rows = PackedRows | PieceRows
@@ -558,15 +576,27 @@ class Source:
     fingerprint: dict[str, str]
 
 
-def open_sources(config: DataConfig, data: DataDirectory) -> list[Source]:
+def open_sources(
+    config: DataConfig, data: DataDirectory, teacher: str | None = None
+) -> list[Source]:
     """The streams that a run trains on: those of `data.sources`, or else that of `data`.
+
+    Args:
+        config: names the sources, and the range of tokens.
+        data: what is read where there are none.
+        teacher: folder of a teacher's cache for the training tokens of `data`.
 
     Raises:
         UserError: a source that is missing or damaged, that was not made with the tokenizer,
-            vocabulary and normalization of `data`, or that stands there twice.
+            vocabulary and normalization of `data`, or that stands there twice; a cache that does
+            not belong to these tokens, or lacks some of them.
     """
     if not config.sources:
-        return [Source(str(data.directory), data.stream("train"), 1.0, data.fingerprint)]
+        stream = data.stream("train")
+        if teacher is not None:
+            targets = _target_range(stream, config)
+            stream.teacher = TeacherCache(Path(teacher), data, stream, *targets)
+        return [Source(str(data.directory), stream, 1.0, data.fingerprint)]
     sources: list[Source] = []
     for setting in config.sources:
         directory = DataDirectory(Path(setting.directory))
@@ -590,12 +620,26 @@ def open_sources(config: DataConfig, data: DataDirectory) -> list[Source]:
     return sources
 
 
-def fingerprint_of(data: DataDirectory, sources: Sequence[Source]) -> dict[str, str]:
-    """What must not change under a run: that of `data`, and the tokens of every other source."""
-    fields = dict(data.fingerprint)
+def _target_range(stream: TokenStream, config: DataConfig) -> tuple[int, int]:
+    """Positions [first, stop) of the stream that hold all targets of a run."""
+    first, stop = config.tokens or (0, len(stream))
+    if config.layout != "packed":  # documents that begin in the range, whole
+        begun = int(np.searchsorted(np.append(0, stream.document_ends), stop)) - 1
+        stop = int(stream.document_ends[begun]) - 1 if begun < len(stream.document_ends) else stop
+    return first + 1, min(stop + 1, len(stream))
+
+
+def fingerprint_of(data: DataDirectory, sources: Sequence[Source]) -> dict[str, str | list[str]]:
+    """What must not change under a run.
+
+    That of `data`, the tokens of every other source, and a teacher and its records.
+    """
+    fields: dict[str, str | list[str]] = {**data.fingerprint}
     for number, source in enumerate(sources):
         if source.fingerprint != data.fingerprint:
             fields[f"sources[{number}] train tokens"] = source.fingerprint["train tokens"]
+        if source.stream.teacher is not None:
+            fields |= source.stream.teacher.fingerprint
     return fields
 
 

@@ -193,7 +193,8 @@ class Run:
             UserError: unusable data or settings, or changes that may not be made at resume.
         """
         data = ensure_prepared(config)
-        sources = open_sources(config.data, data)
+        sources = open_sources(config.data, data, config.distillation.cache)
+        self.teacher = sources[0].stream.teacher
         self.windows = training_windows(
             sources,
             config.data,
@@ -466,6 +467,7 @@ class Run:
             "tokens": progress.tokens,
             "loss": _number(metrics.loss),
             "cross_entropy": _number(metrics.cross_entropy),
+            "distillation": None if self.teacher is None else _number(metrics.distillation),
             "grad_norm": _number(metrics.grad_norm),
             "update_norm": _number(metrics.update_norm),
             "core_update_norm": _number(metrics.core_update_norm) if recurrent else None,
@@ -811,6 +813,8 @@ def train(config: Config, allow_changes: Collection[str] = ()) -> int:
 def _live(run: Run) -> int:
     """Train to the end of the run, or to a signal; returns the exit code."""
     print(f"Data: {run.windows.describe()}", flush=True)
+    if run.teacher is not None:
+        print(f"Teacher: {run.teacher.describe()}", flush=True)
     print(f"Update: {describe_optimizer(run.config)}", flush=True)
     run.tell_start()
     try:

@@ -1,7 +1,7 @@
 """What may differ between a run and its continuation."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxlm.config import Config, to_tree
@@ -95,7 +95,7 @@ def config_changes(
     return refused, made
 
 
-def data_changes(stored: dict[str, str], fingerprint: dict[str, str]) -> list[str]:
+def data_changes(stored: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> list[str]:
     """Lines that name what of the data differs from the data of the run."""
     fields = dict.fromkeys((*stored, *fingerprint))  # a teacher may come or go
     return [f"data: {name} changed" for name in fields if stored.get(name) != fingerprint.get(name)]

@@ -292,8 +292,6 @@ def train_step(
         finite=out.finite,
         kept_layers=out.kept_layers,
         blocks=window["block"],
-        distillation=(
-            None if out.sums.distillation is None else out.sums.distillation / tokens
-        ),
+        distillation=(None if out.sums.distillation is None else out.sums.distillation / tokens),
     )
     return TrainState(state.update + 1, out.params, out.opt_state), metrics
