@@ -28,7 +28,7 @@ def log_softmax(x):
 
 
 def bucketed(log_p, ids):
-    """Log-masses [N, k + 1] of the tokens named and of all others, from log-probabilities [N, V]."""
+    """Log-masses [N, k + 1] of the tokens named and of all others, from those of all, [N, V]."""
     chosen = np.take_along_axis(log_p, ids, -1)
     rest = np.exp(log_p)
     np.put_along_axis(rest, ids, 0.0, -1)

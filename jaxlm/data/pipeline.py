@@ -623,9 +623,10 @@ def open_sources(
 def _target_range(stream: TokenStream, config: DataConfig) -> tuple[int, int]:
     """Positions [first, stop) of the stream that hold all targets of a run."""
     first, stop = config.tokens or (0, len(stream))
+    stop = min(stop, len(stream))  # a range beyond it is refused where rows are made
     if config.layout != "packed":  # documents that begin in the range, whole
-        begun = int(np.searchsorted(np.append(0, stream.document_ends), stop)) - 1
-        stop = int(stream.document_ends[begun]) - 1 if begun < len(stream.document_ends) else stop
+        begun = int(np.searchsorted(np.append(0, stream.document_ends), stop))
+        stop = int(stream.document_ends[begun - 1]) - 1
     return first + 1, min(stop + 1, len(stream))
 
 

@@ -112,14 +112,11 @@ def refuse_other_vocabulary(data: DataDirectory, teacher: str, pieces: dict[int,
     ours, theirs = vocabulary_fingerprint(own, size), vocabulary_fingerprint(pieces, size)
     if ours == theirs:
         return ours
-    for i in range(size):
-        one, two = own.get(i), pieces.get(i)
-        if one != two:
-            break
+    i = next(i for i in range(size) if own.get(i) != pieces.get(i))
     raise UserError(
         f"{data.directory}: its tokenizer ({ours[:16]}, {size:,} ids) is not that of {teacher} "
-        f"({theirs[:16]}, {len(pieces):,} ids): id {i} is {one!r} here and {two!r} there; prepare "
-        f"the data with the teacher's tokenizer"
+        f"({theirs[:16]}, {len(pieces):,} ids): id {i} is {own.get(i)!r} here and "
+        f"{pieces.get(i)!r} there; prepare the data with the teacher's tokenizer"
     )
 
 
@@ -269,6 +266,11 @@ class CacheWriter:
         """The position whose record comes next."""
         return self._first + self._files["ids"].count
 
+    @property
+    def full(self) -> bool:
+        """Whether the next commit finishes the shard."""
+        return self._files["ids"].count >= self.shard_tokens
+
     def append(self, ids: np.ndarray, log_probs: np.ndarray, log_tail: np.ndarray) -> None:
         """Write records: [n, k], [n, k] and [n].
 
@@ -284,7 +286,7 @@ class CacheWriter:
 
     def commit(self) -> None:
         """Make all records so far survive a power failure; finish the shard if it is full."""
-        if self._files["ids"].count >= self.shard_tokens:
+        if self.full:
             self.finish_shard()
             return
         for file in self._files.values():
@@ -371,15 +373,13 @@ class TeacherCache:
         self.directory = directory
         self.manifest = manifest = read_manifest(directory)
         self.format = format_of(manifest)
-        tokenizer = tokenizer_digest(data)
-        if (tokenizer, data.vocabulary_size) != (
-            manifest["tokenizer"],
-            manifest["vocabulary_size"],
-        ):
+        theirs, ours = manifest["tokenizer"], tokenizer_digest(data)
+        sizes = manifest["vocabulary_size"], data.vocabulary_size
+        if theirs != ours or sizes[0] != sizes[1]:
             raise UserError(
-                f"{directory}: was made for the tokenizer {str(manifest['tokenizer'])[:16]} "
-                f"({manifest['vocabulary_size']:,} ids), {data.directory} has {str(tokenizer)[:16]} "
-                f"({data.vocabulary_size:,} ids); make the cache again from this data"
+                f"{directory}: was made for the tokenizer {str(theirs)[:16]} ({sizes[0]:,} ids), "
+                f"{data.directory} has {str(ours)[:16]} ({sizes[1]:,} ids); make the cache again "
+                f"from this data"
             )
         begin, end = covered(manifest)
         if first < begin or stop > end:
@@ -395,7 +395,7 @@ class TeacherCache:
         ]
         self._check_files({k: v for n in used for k, v in shards[n]["files"].items()}, verify)
         self._check_tokens(stream, [shards[n] for n in used])
-        # What a run must not be continued without: the shards in order, so that those of a longer
+        # What must not change under a run; the records shard by shard, so that those of a longer
         # range begin with those of a shorter one.
         self.fingerprint: dict[str, str | list[str]] = {
             "teacher": _digest([manifest[key] for key in _DESCRIPTION]),

@@ -51,7 +51,7 @@ def eval_step(
     model: ModelConfig, chunk_tokens: int, params: Params, batch: Batch, depth: Array
 ) -> LossSums:
     """Sums over one batch of rows, arrays [B, T + 1]; `depth` is traced."""
-    tokens, segments, positions, keys_B = _arrays(batch)
+    tokens, segments, positions, keys_B = model_inputs(batch)
     lm = apply(model, params)
     hidden_BTD = lm(
         tokens[:, :-1], segments[:, :-1], positions[:, :-1], keys_B, train=False, depth=depth
@@ -66,7 +66,7 @@ def eval_step(
     )
 
 
-def _arrays(batch: Batch) -> tuple[Array, Array, Array, Array]:
+def model_inputs(batch: Batch) -> tuple[Array, Array, Array, Array]:
     """Tokens, segment ids and positions, [B, T + 1], and a random key per row."""
     seed = jax.random.key(_NOISE_SEED)
     keys_B = jax.vmap(lambda block: jax.random.fold_in(seed, block))(jnp.asarray(batch["block"]))
@@ -90,7 +90,7 @@ def trace_step(
     model: ModelConfig, max_steps: int, params: Params, batch: Batch, depth: Array, steps: Array
 ) -> tuple[Trace, WeightFigures]:
     """Follow the state over one batch of rows, arrays [B, T + 1]; see RecurrentDepthLM.trace."""
-    tokens, segments, positions, keys_B = _arrays(batch)
+    tokens, segments, positions, keys_B = model_inputs(batch)
     lm = apply(model, params)
     assert isinstance(lm, RecurrentDepthLM)
     trace = lm.trace(
