@@ -2,8 +2,7 @@
 
     python scripts/cache_teacher.py --data prepared/shakespeare --run runs/big --depth 12
     python scripts/cache_teacher.py --data prepared/ja --hf llm-jp/NAME --plan
-    python scripts/cache_teacher.py --data prepared/ja --hf llm-jp/NAME --tokens 0:201326592 \\
-        --quantization '{"load_in_4bit": true, "bnb_4bit_compute_dtype": "bfloat16"}'
+    python scripts/cache_teacher.py --data prepared/ja --hf llm-jp/NAME --tokens 0:201326592
     python scripts/cache_teacher.py --data prepared/ja --name NAME --verify
 
 Writes DATA/teacher-NAME, which training reads as distillation.cache; see docs/distillation.md. The

@@ -214,7 +214,9 @@ class CacheWriter:
         description = json.loads(json.dumps(description))
         assert set(description) == set(_DESCRIPTION)
         if not (directory / MANIFEST).exists():
-            if directory.exists() and any(directory.iterdir()):
+            # A writer that was killed at once may have left the beginning of a manifest.
+            found = directory.iterdir() if directory.exists() else ()
+            if any(path.name != f"{MANIFEST}.tmp" for path in found):
                 raise UserError(f"{directory}: holds other files; choose another name")
             directory.mkdir(parents=True, exist_ok=True)
             self.manifest = {"format": FORMAT, **description, "begins": first, "shards": []}

@@ -107,7 +107,7 @@ class JaxlmTeacher(Teacher):
     batch_rows: int
     # Tokens whose logits exist at one time.
     chunk_tokens: int
-    context: PackedContext
+    context: Context
     identity: dict[str, Any]
     vocabulary: str | None
 
@@ -209,7 +209,9 @@ def load_jaxlm(
             "weights": weights,
             "depth": depth,
         },
-        vocabulary=pieces and vocabulary_fingerprint(pieces, data.vocabulary_size),
+        vocabulary=(
+            None if pieces is None else vocabulary_fingerprint(pieces, data.vocabulary_size)
+        ),
     )
 
 
@@ -246,7 +248,7 @@ class HuggingFaceTeacher(Teacher):
     batch_rows: int
     # Positions whose logits are sorted at one time, in float32.
     chunk_tokens: int
-    context: DocumentContext
+    context: Context
     identity: dict[str, Any]
     vocabulary: str | None
 
