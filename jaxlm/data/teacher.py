@@ -232,6 +232,8 @@ class CacheWriter:
             progress = json.loads((directory / PROGRESS).read_bytes())
             done = progress["records"] if progress["shard"] == len(shards) else 0
         self._open(done)
+        if self.full:  # a writer was killed while it finished this shard
+            self.finish_shard()
 
     def _check(self, description: dict[str, Any], first: int) -> None:
         different = [
