@@ -38,7 +38,7 @@ from jaxlm.config import (
 )
 from jaxlm.data.prepare import ensure_prepared
 from jaxlm.data.teacher import CacheFormat, TeacherCache
-from jaxlm.distillation.caching import cache_directory, cache_teacher
+from jaxlm.distillation.caching import cache_teacher
 from jaxlm.distillation.teachers import load_jaxlm
 from jaxlm.training.loop import train
 from jaxlm.training.metrics import read_records
