@@ -381,7 +381,8 @@ def load_hugging_face(
         context=context,
         identity={
             "kind": "huggingface",
-            "name": name,
+            # Of a folder its name alone: it may be elsewhere on the machine that goes on.
+            "name": Path(name).resolve().name if Path(name).is_dir() else name,
             "revision": getattr(model.config, "_commit_hash", None) or revision,
             "weights": dtype,
             "quantization": quantization,
