@@ -131,6 +131,7 @@ def main() -> int:
     """Train all, print the table; exit code 1 where distillation does not win."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rate", type=float, default=1e-2, help="of both kinds of students")
     parser.add_argument("--directory", type=Path, default=Path("runs/distillation"))
     arguments = parser.parse_args()
     folder = arguments.directory
@@ -149,23 +150,24 @@ def main() -> int:
     for seed in range(arguments.seeds):
         plain = config(
             folder,
-            f"plain-{seed}",
+            f"plain-{arguments.rate:g}-{seed}",
             seed,
             STUDENT_UPDATES,
-            rate=1e-2,
+            rate=arguments.rate,
             model=model(32, 2),
             data=data_config(folder, seed, (0, STUDENT_TOKENS)),
         )
         settings = DistillationConfig(cache=str(cache), alpha=ALPHA, temperature=TEMPERATURE)
         distilled = dataclasses.replace(
             plain,
-            run=dataclasses.replace(plain.run, name=f"distilled-{seed}"),
+            run=dataclasses.replace(plain.run, name=f"distilled-{arguments.rate:g}-{seed}"),
             distillation=settings,
         )
         rows.append((result(plain), result(distilled)))
     print(f"\nTeacher: {large['parameters']:,} parameters, validation {large['validation']:.4f}")
     print(f"Students: {rows[0][0]['parameters']:,} parameters, {STUDENT_TOKENS:,} tokens")
-    print(f"k = {K}, alpha = {ALPHA:g}, temperature {TEMPERATURE:g}; validation cross-entropy:")
+    print(f"k = {K}, alpha = {ALPHA:g}, temperature {TEMPERATURE:g}, rate {arguments.rate:g}")
+    print("validation cross-entropy, nats; divergence of the last 50 updates:")
     print(f"{'seed':>6}{'alone':>10}{'distilled':>11}{'difference':>12}{'divergence':>12}")
     for seed, (plain, distilled) in enumerate(rows):
         one, two = plain["validation"], distilled["validation"]

@@ -10,6 +10,7 @@ A data directory holds::
     train/counts-00001.npy    [V] int64, how often each token occurs in the split
     validation/...            the same
     preparation.sqlite        how far scripts/prepare_data.py is, and which documents it has seen
+    teacher-NAME/             what a teacher predicts for the training tokens, see data/teacher.py
 
 A document never crosses a shard. Tokens are memory-mapped and read as slices.
 """
