@@ -19,6 +19,7 @@ from jaxlm.training import loop
 from jaxlm.training.loading import load_run
 from jaxlm.training.metrics import read_records
 from jaxlm.training.planning import lower_step
+from jaxlm.training.replay import replay
 
 V, K = 64, 4
 
@@ -76,6 +77,10 @@ def test_a_distilled_run_resumes_bitwise_and_says_what_it_learns(random_data, mo
         assert one["distillation"] == two["distillation"]
         mixture = 0.5 * one["cross_entropy"] + 0.5 * 4 * one["distillation"]
         assert one["loss"] == pytest.approx(mixture, rel=1e-5)
+    # An update made again reads the teacher again.
+    again = replay(whole, 38)
+    assert again.differs is None
+    assert again.micro_batches[0].finite
     # Evaluation is plain, and needs no cache.
     report = json.loads((whole / "report.json").read_text())
     assert "distillation" not in report["evaluations"][0]
