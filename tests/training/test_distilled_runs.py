@@ -79,7 +79,7 @@ def test_a_distilled_run_resumes_bitwise_and_says_what_it_learns(random_data, mo
         assert one["loss"] == pytest.approx(mixture, rel=1e-5)
     # An update made again reads the teacher again.
     again = replay(whole, 38)
-    assert again.differs is None
+    assert again.differs_from is None
     assert again.micro_batches[0].finite
     # Evaluation is plain, and needs no cache.
     report = json.loads((whole / "report.json").read_text())
