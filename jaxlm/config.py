@@ -333,6 +333,22 @@ class LossConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class DistillationConfig:
+    """Learning from a teacher's cached log-probabilities, see docs/distillation.md.
+
+    The loss is alpha * T^2 * KL(teacher || student) + (1 - alpha) * cross-entropy, the divergence
+    over the k tokens that the teacher names and one bucket for all others.
+    """
+
+    # Folder that scripts/cache_teacher.py wrote; null: no distillation.
+    cache: Text | None = None
+    # Share of the divergence in the loss; 0 only measures it.
+    alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    # Temperature T of teacher and student; above 1 the less likely tokens weigh more.
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+
+
+@dataclass(frozen=True, config=_STRICT)
 class OptimConfig:
     """Optimizer, learning rate, clipping and accumulation."""
 
@@ -729,6 +745,7 @@ class Config:
     model: ModelConfig = ModelConfig()
     depth: DepthConfig = DepthConfig()
     loss: LossConfig = LossConfig()
+    distillation: DistillationConfig = DistillationConfig()
     optim: OptimConfig = OptimConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -743,6 +760,10 @@ class Config:
     def __post_init__(self) -> None:
         if self.training.updates is not None:
             check_horizon(self, self.training.updates)
+        _require(
+            self.distillation.cache is None or not self.data.sources,
+            "distillation.cache belongs to one data directory; data.sources mixes several",
+        )
         for controller in self.control.controllers:
             if isinstance(controller, (CurriculumConfig, RateByDepthConfig)):
                 _require(

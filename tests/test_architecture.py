@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "scripts": 0,
     "study": 1,
+    "distillation": 1,
     "cli": 2,
     "training": 2,
     "evaluation": 2,

@@ -9,6 +9,12 @@ arrays:
     positions    [M, B, T+1]  int32, position within the document (from the row's start)
     block        [M, B]       int32, block id, -1 for a row that fills up a window
 
+and where the run learns from a teacher's cache (data/teacher.py), for the T targets of each row:
+
+    teacher_ids        [M, B, T, k]  uint16 or uint32, the tokens it finds most likely
+    teacher_log_probs  [M, B, T, k]  float16 or float32, log-probability of each
+    teacher_log_tail   [M, B, T]     float16, log of the mass of all others
+
 A position carries loss when it and the next one are of the same segment and not padding: token
 ids, the end token's included, have no part in that.
 
@@ -48,6 +54,7 @@ import numpy as np
 
 from jaxlm.config import DataConfig
 from jaxlm.data.shards import DataDirectory, Fingerprint, TokenStream
+from jaxlm.data.teacher import TeacherCache
 from jaxlm.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -161,12 +168,18 @@ class PackedRows:
         offset = ends[_expand(first, counts)] - starts[row]
         segment_ids, positions = _segments(width, used, row, offset)
         block = np.where(rows < 0, -1, rows + self._first).astype(np.int32)
-        return {
+        batch = {
             "tokens": tokens,
             "segment_ids": segment_ids,
             "positions": positions,
             "block": block,
         }
+        if self.stream.teacher is not None:
+            each, none = np.arange(len(rows)), np.zeros(len(rows), np.int64)
+            targets = np.maximum(used - 1, 0)
+            shape = (len(rows), self.length)
+            batch |= self.stream.teacher.read(shape, each, none, starts + 1, targets)
+        return batch
 
     def documents(self, rows: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
         """Number in the stream of the document that each token is of, -1 for padding.
@@ -322,12 +335,17 @@ class PieceRows:
         tokens = np.zeros((len(rows), width), self.stream.dtype)
         tokens[segment_ids > 0] = self.stream.read_pieces(self._pieces.starts[pieces], lengths)
         block = np.where(rows < 0, -1, self._pieces.ids[first]).astype(np.int32)
-        return {
+        batch = {
             "tokens": tokens,
             "segment_ids": segment_ids,
             "positions": positions,
             "block": block,
         }
+        if self.stream.teacher is not None:
+            shape = (len(rows), self.length)
+            starts = self._pieces.starts[pieces] + 1
+            batch |= self.stream.teacher.read(shape, row, offset, starts, lengths - 1)
+        return batch
 
     def documents(self, rows: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
         """Number in the stream of the document that each token is of, -1 for padding.
@@ -600,16 +618,28 @@ class Source:
     fingerprint: Fingerprint
 
 
-def open_sources(config: DataConfig, data: DataDirectory) -> list[Source]:
+def open_sources(
+    config: DataConfig, data: DataDirectory, teacher: str | None = None
+) -> list[Source]:
     """The streams that a run trains on: those of `data.sources`, or else that of `data`.
+
+    Args:
+        config: names the sources, and the range of tokens.
+        data: what is read where there are none.
+        teacher: folder of a teacher's cache for the training tokens of `data`.
 
     Raises:
         UserError: a source that is missing or damaged, that was not made with the tokenizer,
-            vocabulary and normalization of `data`, or that stands there twice.
+            vocabulary and normalization of `data`, or that stands there twice; a cache that does
+            not belong to these tokens, or lacks some of them.
     """
     own = data.fingerprint(_last_token(config), config.validation_tokens)
     if not config.sources:
-        return [Source(str(data.directory), data.stream("train"), 1.0, own)]
+        stream = data.stream("train")
+        if teacher is not None:
+            targets = _target_range(stream, config)
+            stream.teacher = TeacherCache(Path(teacher), data, stream, *targets)
+        return [Source(str(data.directory), stream, 1.0, own)]
     sources: list[Source] = []
     for setting in config.sources:
         directory = DataDirectory(Path(setting.directory))
@@ -637,16 +667,32 @@ def _last_token(config: DataConfig) -> int | None:
     return None if config.tokens is None or config.sources else config.tokens[1] + 1
 
 
+def _target_range(stream: TokenStream, config: DataConfig) -> tuple[int, int]:
+    """Positions [first, stop) of the stream that hold all targets of a run."""
+    first, stop = config.tokens or (0, len(stream))
+    stop = min(stop, len(stream))  # a range beyond it is refused where rows are made
+    if config.layout != "packed":  # documents that begin in the range, whole
+        begun = int(np.searchsorted(np.append(0, stream.document_ends), stop))
+        stop = int(stream.document_ends[begun - 1]) - 1
+    return first + 1, min(stop + 1, len(stream))
+
+
 def fingerprint_of(
     data: DataDirectory, config: DataConfig, sources: Sequence[Source] = ()
 ) -> Fingerprint:
-    """What must not change under a run: that of `data`, and the tokens of every other source."""
+    """What must not change under a run.
+
+    That of `data`, the tokens of every other source, and a teacher and its records.
+    """
     fields = data.fingerprint(_last_token(config), config.validation_tokens)
     if config.sources:
         whole = data.fingerprint(None, None)["train tokens"]
         for number, source in enumerate(sources):
             if source.fingerprint["train tokens"] != whole:
                 fields[f"sources[{number}] train tokens"] = source.fingerprint["train tokens"]
+    for source in sources:
+        if source.stream.teacher is not None:
+            fields |= source.stream.teacher.fingerprint
     return fields
 
 

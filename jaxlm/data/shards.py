@@ -10,6 +10,7 @@ A data directory holds::
     train/counts-00001.npy    [V] int64, how often each token occurs in the split
     validation/...            the same
     preparation.sqlite        how far scripts/prepare_data.py is, and which documents it has seen
+    teacher-NAME/             what a teacher predicts for the training tokens, see data/teacher.py
 
 A document never crosses a shard. Tokens are memory-mapped and read as slices.
 
@@ -24,7 +25,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,6 +39,9 @@ from jaxlm.files import (
     write_atomically,
     write_json,
 )
+
+if TYPE_CHECKING:
+    from jaxlm.data.teacher import TeacherCache
 
 FORMAT = 3
 _MANIFEST_KEYS = {"vocabulary_size", "dtype", "begin_id", "begin_token", "end_id", "end_token"}
@@ -53,7 +57,7 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
 
 
-# Bytes before the data of a one-dimensional .npy file; numpy leaves room for any length.
+# Bytes before the data of our .npy files; numpy leaves room for any length.
 _HEADER = 128
 
 
@@ -63,16 +67,18 @@ def _file_entry(path: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-class _ArrayFile:
-    """A one-dimensional .npy file that grows, under a temporary name until it is whole.
+class ArrayFile:
+    """A .npy file that grows, under a temporary name until it is whole.
 
     Args:
         path: of the finished file.
         dtype: of its elements.
         count: elements of the unfinished file that are to stay.
+        width: values of an element, which is then a row of a matrix; None: a number.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, count: int):
+    def __init__(self, path: Path, dtype: np.dtype, count: int, width: int | None = None):
+        self._width = width
         self.path, self.dtype, self.count = path, dtype, count
         self._part = path.with_name(path.name + ".part")
         if count and not self._part.exists():
@@ -84,12 +90,12 @@ class _ArrayFile:
             os.replace(path, self._part)  # it was finished after the position to return to
         path.unlink(missing_ok=True)
         self._file = self._part.open("r+b" if count else "w+b")
-        self._file.truncate(_HEADER + count * dtype.itemsize)
+        self._file.truncate(_HEADER + count * (width or 1) * dtype.itemsize)
         self._file.seek(0, os.SEEK_END)
 
     def append(self, values: np.ndarray) -> None:
-        """Write values at the end."""
-        self._file.write(values.astype(self.dtype).data)
+        """Write elements at the end."""
+        self._file.write(np.ascontiguousarray(values, self.dtype).data)
         self.count += len(values)
 
     def sync(self) -> None:
@@ -102,7 +108,11 @@ class _ArrayFile:
         self._file.seek(0)
         np.lib.format.write_array_header_1_0(
             self._file,
-            {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)},
+            {
+                "descr": self.dtype.str,
+                "fortran_order": False,
+                "shape": (self.count,) if self._width is None else (self.count, self._width),
+            },
         )
         assert self._file.tell() == _HEADER, "numpy pads headers so that they can grow"
         self._file.close()
@@ -161,8 +171,8 @@ class SplitWriter:
 
     def _open(self, tokens: int = 0, documents: int = 0) -> None:
         names = self._names()
-        self._tokens = _ArrayFile(self.directory / names[0], self.dtype, tokens)
-        self._ends = _ArrayFile(self.directory / names[1], np.dtype(np.int64), documents)
+        self._tokens = ArrayFile(self.directory / names[0], self.dtype, tokens)
+        self._ends = ArrayFile(self.directory / names[1], np.dtype(np.int64), documents)
 
     @property
     def tokens(self) -> int:
@@ -418,6 +428,8 @@ class TokenStream:
         )
         # The first token that can be read.
         self.readable_from = int(self._starts[reclaimed])
+        # What a teacher predicts at each position, where a run learns from one.
+        self.teacher: TeacherCache | None = None
 
     def part(self, start: int, stop: int) -> "TokenStream":
         """The documents that lie within tokens [start, stop), as a stream that begins at 0."""

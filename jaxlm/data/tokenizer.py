@@ -64,6 +64,10 @@ class Tokenizer(ABC):
         """Text of token ids; control tokens are left out."""
 
     @abstractmethod
+    def pieces(self) -> dict[int, str]:
+        """How the vocabulary writes each id; two tokenizers with equal ones give equal meanings."""
+
+    @abstractmethod
     def token_bytes(self) -> np.ndarray | None:
         """UTF-8 bytes each token stands for, [V] int32; control and unknown tokens stand for none.
 
@@ -193,6 +197,7 @@ class _HuggingFace(Tokenizer):
         self.end_id = vocabulary[end_token]
         self.begin_id = None if begin_token is None else vocabulary[begin_token]
         self.vocabulary_size = max(vocabulary.values()) + 1
+        self._pieces = {i: piece for piece, i in vocabulary.items()}
         self._lengths = self._piece_lengths(state, vocabulary)
         self.prefix_bytes = 0
         if self._lengths is not None:
@@ -207,6 +212,10 @@ class _HuggingFace(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids; special tokens are left out."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def pieces(self) -> dict[int, str]:
+        """How the vocabulary writes each id."""
+        return self._pieces
 
     def token_bytes(self) -> np.ndarray | None:
         """UTF-8 bytes each token stands for, [V] int32, or None; see :class:`Tokenizer`."""
@@ -279,6 +288,7 @@ class _SentencePiece(Tokenizer):
         self.end_id = ids[end_token]
         self.begin_id = None if begin_token is None else ids[begin_token]
         self.vocabulary_size = len(proto.pieces)
+        self._pieces = {i: piece for piece, i in ids.items()}
         self.prefix_bytes = int(proto.normalizer_spec.add_dummy_prefix)
         self._processor = sentencepiece.SentencePieceProcessor(
             model_proto=proto.SerializeToString()
@@ -317,6 +327,10 @@ class _SentencePiece(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids; control tokens are left out."""
         return self._processor.decode([int(i) for i in ids])
+
+    def pieces(self) -> dict[int, str]:
+        """How the vocabulary writes each id."""
+        return self._pieces
 
     def token_bytes(self) -> np.ndarray:
         """UTF-8 bytes each token stands for, [V] int32; see :class:`Tokenizer`."""

@@ -68,7 +68,7 @@ def eval_step(
     Returns:
         The sums; and [B, T] float32, what each target costs in nats, 0 where there is none.
     """
-    tokens, segments, positions, keys_B = _arrays(batch)
+    tokens, segments, positions, keys_B = model_inputs(batch)
     lm = apply(model, params)
     hidden_BTD = lm(
         tokens[:, :-1], segments[:, :-1], positions[:, :-1], keys_B, train=False, depth=depth
@@ -83,7 +83,7 @@ def eval_step(
     return sums, losses_N.reshape(tokens[:, 1:].shape)
 
 
-def _arrays(batch: Batch) -> tuple[Array, Array, Array, Array]:
+def model_inputs(batch: Batch) -> tuple[Array, Array, Array, Array]:
     """Tokens, segment ids and positions, [B, T + 1], and a random key per row."""
     seed = jax.random.key(_NOISE_SEED)
     keys_B = jax.vmap(lambda block: jax.random.fold_in(seed, block))(jnp.asarray(batch["block"]))
@@ -107,7 +107,7 @@ def trace_step(
     model: ModelConfig, max_steps: int, params: Params, batch: Batch, depth: Array, steps: Array
 ) -> tuple[Trace, WeightFigures]:
     """Follow the state over one batch of rows, arrays [B, T + 1]; see RecurrentDepthLM.trace."""
-    tokens, segments, positions, keys_B = _arrays(batch)
+    tokens, segments, positions, keys_B = model_inputs(batch)
     lm = apply(model, params)
     assert isinstance(lm, RecurrentDepthLM)
     trace = lm.trace(

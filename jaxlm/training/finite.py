@@ -34,6 +34,7 @@ _MOVES = {
     "reduce_max",
     "reshape",
     "rev",
+    "scatter",
     "select_n",
     "slice",
     "squeeze",

@@ -32,7 +32,13 @@ from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike
 
-from jaxlm.losses import LossSums, cross_entropy_gradients, target_mask
+from jaxlm.losses import (
+    LossSums,
+    TeacherRecords,
+    cross_entropy_gradients,
+    target_mask,
+    zero_sums,
+)
 from jaxlm.models.build import Params, apply
 from jaxlm.models.layers import (
     EMBEDDING_DROPOUT,
@@ -46,7 +52,7 @@ from jaxlm.models.layers import (
 from jaxlm.models.recurrent import RecurrentDepthLM
 from jaxlm.models.unroll import Rows, add_to, apply_layer, fetch, keep, sums_like
 from jaxlm.optim import clip_scale, global_norm, to_float32
-from jaxlm.training.spec import Outcome, StepSpec, Window, row_keys
+from jaxlm.training.spec import Outcome, StepSpec, Window, optimised_loss, row_keys, teacher_of
 from jaxlm.training.state import TrainState
 
 # Parameters, gradients and optimizer state by the path of their leaf.
@@ -167,6 +173,7 @@ class _Window(NamedTuple):
     targets: Array
     mask: Array
     rows: Rows
+    teacher: TeacherRecords | None
 
 
 class _Total(NamedTuple):
@@ -197,7 +204,7 @@ def update_in_backward(
     passes = _Passes(spec, state.params, micro_batches, depth, backprop)
     x_M, saved = passes.forward()
     sums, dx_M, head_grads = passes.head(x_M)
-    total = sums.cross_entropy + spec.loss.z_loss * sums.squared_log_partition
+    total = optimised_loss(spec, sums)
     finite = jnp.isfinite(total) & jnp.isfinite(global_norm(head_grads))
     finite &= jnp.all(jnp.isfinite(dx_M))
     applied = finite & (sums.target_tokens > 0)
@@ -251,6 +258,7 @@ def _micro_batches(spec: StepSpec, state: TrainState, window: Window) -> _Window
             positions=window["positions"][..., :-1],
             keys=keys.reshape(micro_batches, rows),
         ),
+        teacher=teacher_of(window),
     )
 
 
@@ -435,7 +443,7 @@ class _Passes:
 
         def micro_batch(carry: Any, scanned: Any) -> tuple[Any, Array]:
             sums, norm_grads, table_grad = carry
-            x_BTD, targets, mask = scanned
+            x_BTD, targets, mask, teacher = scanned
             hidden_BTD, pull = jax.vjp(norm, scale, x_BTD)
             parts, hidden_grad_ND, table_grad = cross_entropy_gradients(
                 hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
@@ -444,17 +452,19 @@ class _Passes:
                 mask.reshape(-1),
                 table_grad,
                 chunk_tokens=self.spec.loss.chunk_tokens,
-                z_loss=self.spec.loss.z_loss,
+                weights=self.spec.loss_weights,
+                teacher=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), teacher),
+                temperature=self.spec.temperature,
             )
             grads, dx_BTD = pull(hidden_grad_ND.reshape(hidden_BTD.shape))
             sums = jax.tree.map(jnp.add, sums, parts)
             return (sums, add_to(norm_grads, grads), table_grad), dx_BTD
 
-        zero = jnp.zeros((), jnp.promote_types(x_M.dtype, jnp.float32))
-        start = (LossSums(*[zero] * 5), sums_like(scale), sums_like(table))
-        (sums, norm_grads, table_grad), dx_M = jax.lax.scan(
-            micro_batch, start, (x_M, self.window.targets, self.window.mask)
-        )
+        wide = jnp.promote_types(x_M.dtype, jnp.float32)
+        sums = zero_sums(wide, self.window.teacher is not None)
+        start = (sums, sums_like(scale), sums_like(table))
+        scanned = (x_M, self.window.targets, self.window.mask, self.window.teacher)
+        (sums, norm_grads, table_grad), dx_M = jax.lax.scan(micro_batch, start, scanned)
         grads = {("final_norm", "scale"): norm_grads["scale"], (name, "table"): table_grad}
         return sums, dx_M, grads
 

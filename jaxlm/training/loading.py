@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -17,8 +18,8 @@ from jaxlm.training.step import init_state
 
 
 @dataclasses.dataclass(frozen=True)
-class LoadedRun:
-    """What :func:`load_run` reads."""
+class LoadedWeights:
+    """What :func:`load_weights` reads."""
 
     # The run's resolved configuration.
     config: Config
@@ -26,6 +27,14 @@ class LoadedRun:
     update: int
     # Parameters on the default device.
     params: Params
+    # The fingerprint of the data they were trained on.
+    data_fingerprint: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRun(LoadedWeights):
+    """What :func:`load_run` reads."""
+
     # The data it was trained on, compared by fingerprint.
     data: DataDirectory
 
@@ -37,15 +46,15 @@ def load_resolved(directory: Path) -> Config:
     return load([directory / "config.yaml"])
 
 
-def load_run(directory: Path, update: int | None = None) -> LoadedRun:
-    """Read the configuration and the weights of a run.
+def load_weights(directory: Path, update: int | None = None) -> LoadedWeights:
+    """Read the configuration and the weights of a run; its data need not be there.
 
     Args:
         directory: the run, such as ``runs/quickstart``.
         update: which checkpoint; None takes the newest that is whole.
 
     Raises:
-        UserError: no run there, no such checkpoint, or data that is not the run's.
+        UserError: no run there, or no such checkpoint.
         Failure: damaged checkpoints.
     """
     config = load_resolved(directory)
@@ -57,6 +66,22 @@ def load_run(directory: Path, update: int | None = None) -> LoadedRun:
         found = checkpoints.find(update, params_only=True)
         params = checkpoints.restore_params(found, abstract, sharding)
         fingerprint = checkpoints.metadata(found)["data_fingerprint"]
+    return LoadedWeights(config, found, params, fingerprint)
+
+
+def load_run(directory: Path, update: int | None = None) -> LoadedRun:
+    """Read the configuration and the weights of a run, and open its data.
+
+    Args:
+        directory: the run.
+        update: as for :func:`load_weights`.
+
+    Raises:
+        UserError: as :func:`load_weights`, or data that is not the run's.
+        Failure: damaged checkpoints.
+    """
+    loaded = load_weights(directory, update)
+    config, fingerprint = loaded.config, loaded.data_fingerprint
     data = DataDirectory(Path(config.data.directory))
     # Sources that only training read may be gone.
     now = fingerprint_of(data, config.data)
@@ -67,4 +92,4 @@ def load_run(directory: Path, update: int | None = None) -> LoadedRun:
             f"{data.directory}: is not the data that {directory} was trained on:\n"
             + "\n".join(changes)
         )
-    return LoadedRun(config, found, params, data)
+    return LoadedRun(config, loaded.update, loaded.params, fingerprint, data)

@@ -202,7 +202,8 @@ class Run:
         data = ensure_prepared(config)
         self.directory = Path(config.run.directory) / config.run.name
         needed = until_update and Rewinds(self.directory).windows_before(until_update)
-        sources = open_sources(config.data, data)
+        sources = open_sources(config.data, data, config.distillation.cache)
+        self.teacher = sources[0].stream.teacher
         self.windows = training_windows(
             sources,
             config.data,
@@ -487,6 +488,7 @@ class Run:
             "tokens": progress.tokens,
             "loss": _number(metrics.loss),
             "cross_entropy": _number(metrics.cross_entropy),
+            "distillation": None if self.teacher is None else _number(metrics.distillation),
             "grad_norm": _number(metrics.grad_norm),
             "update_norm": _number(metrics.update_norm),
             "core_update_norm": _number(metrics.core_update_norm) if recurrent else None,
@@ -843,6 +845,8 @@ def _say_saved(run: Run) -> None:
 def _live(run: Run, finish: Callable[[Run], None]) -> int:
     """Train to the end, or to a signal; returns the exit code."""
     print(f"Data: {run.windows.describe()}", flush=True)
+    if run.teacher is not None:
+        print(f"Teacher: {run.teacher.describe()}", flush=True)
     print(f"Update: {describe_optimizer(run.config)}", flush=True)
     run.tell_start()
     try:

@@ -7,6 +7,7 @@ alone; XLA's own buffer assignment says what it takes and for what.
 import dataclasses
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import rich.table
 from jaxlm.config import Config
 from jaxlm.console import new_table
 from jaxlm.data.shards import token_dtype
+from jaxlm.data.teacher import CacheFormat, format_of, read_manifest
 from jaxlm.errors import UserError
 from jaxlm.memory.assignment import Buffer
 from jaxlm.memory.devices import Device
@@ -183,6 +185,12 @@ def lower_step(config: Config, device: Device) -> tuple[jax.stages.Lowered, Step
         "positions": jax.ShapeDtypeStruct(row, jnp.int32),
         "block": jax.ShapeDtypeStruct(rows, jnp.int32),
     }
+    if config.distillation.cache is not None:
+        form = cache_format(config)
+        targets = (*rows, config.data.sequence_length)
+        for name, dtype in form.dtypes.items():
+            shape = targets if name == "log_tail" else (*targets, form.k)
+            window[f"teacher_{name}"] = jax.ShapeDtypeStruct(shape, dtype)
     depth, rate = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
     arguments = abstract_arguments(device, (state, window, depth, depth, rate))
     if config.model.attention != "cudnn":
@@ -194,6 +202,19 @@ def lower_step(config: Config, device: Device) -> tuple[jax.stages.Lowered, Step
             f"model.attention=cudnn cannot be planned here ({error}); xla takes at least as much "
             "memory, plan with model.attention=xla"
         ) from None
+
+
+def cache_format(config: Config) -> CacheFormat:
+    """What the records of a run's teacher are like; the default's where they are still to be made.
+
+    Raises:
+        UserError: a damaged cache.
+    """
+    assert config.distillation.cache is not None
+    directory = Path(config.distillation.cache)
+    if directory.exists():
+        return format_of(read_manifest(directory))
+    return CacheFormat(vocabulary_size=config.model.vocabulary)
 
 
 def _name(key: object) -> str:

@@ -72,7 +72,8 @@ class _Run:
         training = self.config.training
         assert training.updates is not None
         self.spec: StepSpec = step_spec(self.config, self.config.model.vocabulary, training.updates)
-        sources = open_sources(self.config.data, DataDirectory(Path(self.config.data.directory)))
+        data = DataDirectory(Path(self.config.data.directory))
+        sources = open_sources(self.config.data, data, self.config.distillation.cache)
         self.records = read_records(directory / METRICS)
         self.rewinds = Rewinds(directory)
         self.windows = training_windows(

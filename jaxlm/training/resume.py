@@ -16,6 +16,7 @@ FREE = (
     r"data\.(directory|prefetch)",
     r"model\.(attention|remat)",
     r"loss\.chunk_tokens",
+    r"distillation\.cache",  # its contents are compared by the data's fingerprint
     r"training\.(micro_batch_rows|micro_batches|block_inputs|max_nonfinite_updates)",
     r"(evaluation|checkpoint|monitors|logging|profile|preflight)\..*",
 )
@@ -104,12 +105,12 @@ def data_changes(stored: Fingerprint, now: Fingerprint, may_grow: bool) -> list[
         may_grow: training tokens after those of the run change nothing: it reads a range of them.
     """
     changes = []
-    for field, was in stored.items():
-        found = now.get(field)
+    for field in dict.fromkeys((*stored, *now)):  # a teacher may come or go
+        was, found = stored.get(field), now.get(field)
         if found == was:
             continue
         grew = isinstance(was, list) and isinstance(found, list) and found[: len(was)] == was
-        if grew and field == "train tokens":
+        if grew and field in ("train tokens", "teacher records"):
             if may_grow:
                 continue
             changes.append(

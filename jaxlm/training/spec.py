@@ -10,7 +10,7 @@ import jax
 from jax import Array
 
 from jaxlm.config import Config, LossConfig, ModelConfig, OptimConfig
-from jaxlm.losses import LossSums
+from jaxlm.losses import LossSums, LossWeights, TeacherRecords
 from jaxlm.models.build import Params
 
 # Purposes that the run's seed is folded with; depth draws have their own generator.
@@ -18,6 +18,15 @@ INIT, NOISE, ROUNDING, ACCUMULATION = 0, 1, 2, 3
 
 # A window's arrays, see data/pipeline.py.
 Window = dict[str, Array]
+
+
+class Distillation(NamedTuple):
+    """How the divergence from a teacher enters the loss."""
+
+    # Share of the divergence in the loss; the cross-entropy has the rest.
+    alpha: float
+    # Temperature T of teacher and student.
+    temperature: float
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,21 @@ class StepSpec:
     update: str = "after_backward"
     # Where in_backward keeps the inputs of layers: device or host.
     block_inputs: str = "device"
+    # None: windows hold no teacher.
+    distillation: Distillation | None = None
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the divergence; 1 where there is none."""
+        return 1.0 if self.distillation is None else self.distillation.temperature
+
+    @property
+    def loss_weights(self) -> LossWeights:
+        """Weights of the sums that add up to the optimised loss."""
+        if self.distillation is None:
+            return LossWeights(1.0, self.loss.z_loss)
+        alpha, temperature = self.distillation
+        return LossWeights(1.0 - alpha, self.loss.z_loss, alpha * temperature**2)
 
 
 def step_spec(config: Config, vocabulary_size: int, updates: int) -> StepSpec:
@@ -59,13 +83,40 @@ def step_spec(config: Config, vocabulary_size: int, updates: int) -> StepSpec:
         seed=config.run.seed,
         update=config.training.update,
         block_inputs=config.training.block_inputs,
+        distillation=(
+            None
+            if config.distillation.cache is None
+            else Distillation(config.distillation.alpha, config.distillation.temperature)
+        ),
+    )
+
+
+def teacher_of(window: Window) -> TeacherRecords | None:
+    """The teacher's records for the targets of a window, or of a micro-batch of it, if any."""
+    if "teacher_ids" not in window:
+        return None
+    return TeacherRecords(
+        window["teacher_ids"], window["teacher_log_probs"], window["teacher_log_tail"]
+    )
+
+
+def optimised_loss(spec: StepSpec, sums: LossSums) -> Array:
+    """The sum that is differentiated, from its parts."""
+    weights = spec.loss_weights
+    if sums.distillation is None:
+        return sums.cross_entropy + weights.squared_log_partition * sums.squared_log_partition
+    return (
+        weights.cross_entropy * sums.cross_entropy
+        + weights.squared_log_partition * sums.squared_log_partition
+        + weights.distillation * sums.distillation
     )
 
 
 class StepMetrics(NamedTuple):
     """What a step reports; device scalars that the loop reads one update later."""
 
-    # Optimised loss per target token: cross-entropy plus weighted z-loss, in nats.
+    # Optimised loss per target token, in nats: cross-entropy plus weighted z-loss, mixed with the
+    # divergence from a teacher where there is one.
     loss: Array
     # Cross-entropy per target token, in nats.
     cross_entropy: Array
@@ -87,6 +138,8 @@ class StepMetrics(NamedTuple):
     kept_layers: Array
     # Block ids the step consumed, [M, B].
     blocks: Array
+    # KL(teacher || student) of the tempered buckets per target token, in nats, without T^2.
+    distillation: Array | None = None
 
 
 class Outcome(NamedTuple):

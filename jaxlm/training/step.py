@@ -12,7 +12,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask
+from jaxlm.losses import LossSums, chunked_cross_entropy, target_mask, zero_sums
 from jaxlm.models.build import Params, apply, init_params
 from jaxlm.optim import add_gradients, global_norm, to_float32
 from jaxlm.training.layerwise import update_in_backward
@@ -25,7 +25,9 @@ from jaxlm.training.spec import (
     StepMetrics,
     StepSpec,
     Window,
+    optimised_loss,
     row_keys,
+    teacher_of,
 )
 from jaxlm.training.state import TrainState
 
@@ -57,7 +59,8 @@ def loss_sums(
     Args:
         spec: static settings.
         params: parameters.
-        batch: arrays [B, T + 1] (`tokens`, `segment_ids`, `positions`).
+        batch: arrays [B, T + 1] (`tokens`, `segment_ids`, `positions`), and those of a teacher
+            where the window has them.
         keys_B: a random key per row.
         depth: core steps, traced int32.
         backprop: core steps with gradient, traced int32.
@@ -81,8 +84,10 @@ def loss_sums(
             tokens[:, 1:].reshape(-1),
             target_mask(batch["segment_ids"]).reshape(-1),
             chunk_tokens=spec.loss.chunk_tokens,
+            teacher=jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), teacher_of(batch)),
+            temperature=spec.temperature,
         )
-    return sums.cross_entropy + spec.loss.z_loss * sums.squared_log_partition, sums
+    return optimised_loss(spec, sums), sums
 
 
 def window_gradients(
@@ -163,7 +168,7 @@ def multisteps_updates(
     # All calls but the last emit zeros, which a scan that carried them would keep in memory.
     carry, _ = jax.lax.scan(
         lambda carry, x: (feed(carry, x)[1], None),
-        (state.opt_state, zero, LossSums(*[zero] * 5)),
+        (state.opt_state, zero, zero_sums(zero.dtype, spec.distillation is not None)),
         jax.tree.map(lambda x: x[:-1], scanned),
     )
     updates, (opt_state, total, sums) = feed(carry, jax.tree.map(lambda x: x[-1], scanned))
@@ -287,5 +292,6 @@ def train_step(
         finite=out.finite,
         kept_layers=out.kept_layers,
         blocks=window["block"],
+        distillation=(None if out.sums.distillation is None else out.sums.distillation / tokens),
     )
     return TrainState(state.update + 1, out.params, out.opt_state), metrics
