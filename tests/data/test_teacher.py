@@ -237,12 +237,12 @@ def test_what_is_no_prediction_is_not_written(tmp_path, data):
 
 def test_the_fingerprint_of_a_run_names_teacher_and_records(tmp_path, data, cache):
     _, sources = windows_with(data, cache, sequence_length=32)
-    fields = fingerprint_of(data, sources)
+    fields = fingerprint_of(data, DataConfig(), sources)
     assert set(fields) - set(data.fingerprint()) == {"teacher", "teacher records"}
     deeper = {"kind": "jaxlm", "name": "t", "depth": 8}
     other = write(tmp_path / "other", data.stream("train"), 1102, teacher=deeper)
     _, sources = windows_with(data, other, sequence_length=32)
-    assert fingerprint_of(data, sources)["teacher"] != fields["teacher"]
+    assert fingerprint_of(data, DataConfig(), sources)["teacher"] != fields["teacher"]
 
 
 def test_a_digest_knows_tokens_and_documents(tmp_path, data):
