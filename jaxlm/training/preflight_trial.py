@@ -66,8 +66,9 @@ def loss_falls(of: Trials) -> Result:
         causes += of.upstream(
             "ids", "targets", "loss_value", "connected", "gradients", "updated", "learning_rate"
         )
-        text = f"the loss fell by {fell:.3f} only: too few updates to tell, or data without order"
-        causes.append(Cause("too_short", text, 0.1))
+        if fell > -limit:
+            text = f"the loss fell by {fell:.3f} only: too few updates, or data without order"
+            causes.append(Cause("too_short", text, 0.1))
     first, last = of.losses_at(1.0)[0], of.losses_at(1.0)[-1]
     return result(
         "loss_falls",
