@@ -206,7 +206,7 @@ def _add(
     chosen = targets >= 0
     np.add.at(loss_D, targets[chosen], np.asarray(losses, np.float64).reshape(-1)[chosen])
     np.add.at(tokens_D, targets[chosen], 1)
-    return np.asarray(sums, np.float64)
+    return np.asarray(sums[:5], np.float64)  # without a teacher
 
 
 def evaluate(

@@ -181,11 +181,14 @@ def test_far_tails_without_seed_variance_are_those_of_the_documents():
     ids=str,
 )
 def test_error_and_power_are_as_promised(design):
-    """At most 6 % false positives; power within 3 points of theory and two standard errors."""
+    """At most 6 % false positives; power within 3 points of theory.
+
+    Three standard errors of 3,000 studies, 2.7 points, are allowed for: nine designs are tried.
+    """
     rates = benchmark.rates(design, 3_000, seed=1)
     assert rates.false_positives <= 0.06
     assert rates.covered >= 0.94
-    assert abs(rates.found - rates.theory) <= 0.03 + 0.018
+    assert abs(rates.found - rates.theory) <= 0.03 + 0.027
 
 
 def test_two_seeds_each_err_on_the_safe_side_where_seeds_and_documents_weigh_alike():
