@@ -153,7 +153,13 @@ def _run(eqn: jex.JaxprEqn, inputs: list[Any]) -> list[Any]:
 
 
 def _contains(eqn: jex.JaxprEqn) -> bool:
-    return any(True for _ in jex.jaxprs_in_params(eqn.params))
+    """Whether it is a loop, a branch or a call.
+
+    Others may hold a jaxpr as well, such as how a scatter combines two numbers: they are single
+    operations.
+    """
+    calls = ("jaxpr", "call_jaxpr")
+    return eqn.primitive.name in ("scan", "while", "cond") or any(k in eqn.params for k in calls)
 
 
 def _closed(jaxpr: Any) -> tuple[jex.Jaxpr, Sequence[Any]]:
@@ -170,10 +176,8 @@ def _open(eqn: jex.JaxprEqn, inputs: list[Any], where: tuple[str, ...]) -> Culpr
     if name == "cond":
         jaxpr, consts = _closed(params["branches"][int(inputs[0])])
         return _look(jaxpr, consts, inputs[1:], where)[1]
-    for key in ("jaxpr", "call_jaxpr"):
-        if key in params:
-            return _look(*_closed(params[key]), inputs, where)[1]
-    raise NotImplementedError(f"the search cannot look inside {name}")
+    called = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    return _look(*_closed(called), inputs, where)[1]
 
 
 def _open_scan(params: dict[str, Any], inputs: list[Any], where: tuple[str, ...]) -> Culprit | None:

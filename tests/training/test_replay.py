@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
         (lambda x: jnp.sum(jnp.log(x - 1)), (), "log", 0, 1),  # log 0
         (lambda x: jnp.sum(jnp.sqrt(x - 2.5)), (), "sqrt", 2, 0),
         (lambda x: jnp.sum(jnp.exp(100 * x)), (), "exp", 0, 3),
+        # 0 + 2e38 + 3e38 in one place: an operation that holds a jaxpr of its own.
+        (lambda x: jnp.zeros(2).at[jnp.zeros(3, int)].add(1e38 * x).sum(), (), "scatter-add", 0, 1),
         (lambda x: jax.nn.softmax(jnp.where(x > 1, x, -jnp.inf)).sum(), None, None, 0, 0),
     ],
 )
