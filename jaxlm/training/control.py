@@ -26,6 +26,7 @@ from jaxlm.config import (
     SpikeConfig,
 )
 from jaxlm.models.depth import curriculum
+from jaxlm.training.rewind import median_and_deviation
 
 Quantity = Literal["rate_multiplier", "mean_depth", "backprop_depth"]
 
@@ -160,8 +161,7 @@ class Spike(Controller):
         if loss is None:
             why = f"the loss of update {record['update']} was not finite"
         elif len(losses) == settings.window:
-            median = statistics.median(losses)
-            deviation = statistics.median(abs(x - median) for x in losses)
+            median, deviation = median_and_deviation(losses)
             limit = median + settings.deviations * deviation
             if loss > limit:
                 why = (

@@ -11,21 +11,13 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxlm.files import append_line
 
 GOODPUT = "goodput.jsonl"
 Kind = Literal["start", "training", "compile", "data", "evaluation", "checkpoint", "profile"]
-KINDS: tuple[Kind, ...] = (
-    "start",
-    "training",
-    "compile",
-    "data",
-    "evaluation",
-    "checkpoint",
-    "profile",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _EVERY_SECONDS = 60.0  # between records
 
 

@@ -78,12 +78,18 @@ class SpikeWatch:
         )
 
 
+def median_and_deviation(losses: list[float]) -> tuple[float, float]:
+    """The median, and the median absolute deviation from it: a few spikes move neither."""
+    median = statistics.median(losses)
+    return median, statistics.median(abs(x - median) for x in losses)
+
+
 def spike_limit(losses: list[float], window: int, deviations: float) -> float | None:
     """Median plus deviations times the median absolute deviation; None before there are enough."""
     if len(losses) < window:
         return None
-    median = statistics.median(losses)
-    return median + deviations * statistics.median(abs(x - median) for x in losses)
+    median, deviation = median_and_deviation(losses)
+    return median + deviations * deviation
 
 
 def answer(settings: RewindConfig, spike: SpikeError, to: int, spare_windows: int) -> Rewind:
