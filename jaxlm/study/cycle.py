@@ -154,7 +154,8 @@ class Cycles:
 
         Raises:
             StoppedError: a signal came; the same command goes on.
-            Failure: a worker failed, the disk is full, or the models did not see the same blocks.
+            Failure: a worker failed, the disk is full, the models did not see the same blocks, or
+                all is done and there is no verdict.
         """
         self._begin()
         for cycle in range(1, self.study.config.cycles + 1):
@@ -166,7 +167,12 @@ class Cycles:
             self._compare(cycle)
             self._reclaim(cycle)
             self.journal.append("cycle", cycle=cycle)
-        self.report()
+        withheld = self.report()
+        if withheld:
+            raise Failure(
+                f"{self.directory}: the study is done, and its verdict withheld: "
+                f"{'; '.join(withheld)}"
+            )
 
     def _begin(self) -> None:
         needs = disk_needs(self.study)
@@ -414,8 +420,11 @@ class Cycles:
             runs = {run_name(e["model"], e["seed"]): e["blocks"] for e in events}
             self.journal.append("compared", cycle=cycle, blocks=runs)
 
-    def report(self) -> None:
+    def report(self) -> list[str]:
         """Write the report of all that was evaluated.
+
+        Returns:
+            Why there is no verdict so far; empty where there is one.
 
         Raises:
             Failure: after it is written, where the models' blocks are not shown to be the same.
@@ -427,6 +436,7 @@ class Cycles:
             screen.print(line, markup=False, soft_wrap=True)
         if problems:
             raise Failure(f"{self.directory}: verdict withheld: {'; '.join(problems)}")
+        return written.withheld
 
     # ------------------------------------------------------------------ reclaiming
 

@@ -48,6 +48,8 @@ class Written:
 
     # The verdicts, or why there are none, for the terminal.
     lines: list[str]
+    # Why there are none; empty where there are.
+    withheld: list[str]
 
 
 def write_report(study: Study, journal: Journal, problems: list[str]) -> Written:
@@ -60,17 +62,17 @@ def write_report(study: Study, journal: Journal, problems: list[str]) -> Written
     """
     figures = gather(study, journal)
     if figures is None:
-        return Written([])
+        return Written([], problems)
     verdicts: dict[str, dict[int, Verdict]] = {}
-    why = "the losses of single documents are missing or were changed"
-    if not problems:
+    withheld = problems or _changed_losses(study, figures)
+    if not withheld:
         try:
             verdicts = _verdicts(study, figures)
         except ValueError as error:  # a loss that is not finite
-            why = str(error)
+            withheld = [str(error)]
     title = f"Study {study.config.name} after cycle {figures.cycles} of {study.config.cycles}"
     sections = [
-        Section("Verdict", _verdict_blocks(study, figures, verdicts, problems, why)),
+        Section("Verdict", _verdict_blocks(study, figures, verdicts, withheld, problems)),
         *([Section("Optimizers", _sweep(study, figures))] if study.sweep else []),
         Section(f"Figures after cycle {figures.cycles}", _figures(study, figures)),
         Section("At equal tokens, compute and time", _equal(study, figures)),
@@ -83,29 +85,48 @@ def write_report(study: Study, journal: Journal, problems: list[str]) -> Written
         Section("Settings and versions", _settings(study, journal)),
     ]
     directory = study.directory
-    write_json(directory / "report.json", _json(study, figures, verdicts, problems))
+    write_json(directory / "report.json", _json(study, figures, verdicts, withheld))
     write_atomically(directory / "report.md", as_markdown(title, sections))
     write_atomically(directory / "report.html", as_html(title, sections))
     lines = [f"Report after cycle {figures.cycles}: {directory / 'report.html'}"]
     lines += [f"  {verdict.text}" for found in verdicts.values() for verdict in found.values()]
-    return Written(lines)
+    lines += [f"  Verdict withheld: {why}" for why in withheld]
+    return Written(lines, withheld)
 
 
 # ---------------------------------------------------------------- verdict
 
 
-def _losses(model: ModelFigures, cycle: int, depth: int | None) -> Losses | None:
-    """What each seed of a model loses on each document of the fixed validation set."""
+def _changed_losses(study: Study, figures: Figures) -> list[str]:
+    """Files of the documents' losses that are missing, or not what the journal has of them."""
+    cycle = figures.cycles
+    return [
+        f"{study.directory}/evaluations/{run_name(model.name, run.seed)}-cycle-{cycle}.npz: "
+        f"missing, or not what was written when the run was evaluated; bring it back"
+        for model in figures.models.values()
+        for run in model.runs
+        if run.points[cycle - 1].sums is None
+    ]
+
+
+def _losses(model: ModelFigures, cycle: int, depth: int | None) -> Losses:
+    """What each seed of a model loses on each document of the fixed validation set.
+
+    Raises:
+        ValueError: naming the model, where a loss is not finite.
+    """
     index, rows, tokens = model.depths.index(depth), [], None
     for run in model.runs:
         path = run.points[cycle - 1].sums
-        if path is None:
-            return None
+        assert path is not None
         with np.load(path, allow_pickle=False) as arrays:
             rows.append(arrays["validation.loss"][index])
             tokens = arrays["validation.tokens"]
     assert tokens is not None
-    return Losses(np.array(rows, np.float64), tokens.astype(np.int64))
+    try:
+        return Losses(np.array(rows, np.float64), tokens.astype(np.int64))
+    except ValueError as error:
+        raise ValueError(f"{_label(model, depth)}: {error}") from None
 
 
 def _label(model: ModelFigures, depth: int | None) -> str:
@@ -125,20 +146,17 @@ def _candidates(study: Study, figures: Figures) -> tuple[list[ModelFigures], Mod
 
 
 def _verdicts(study: Study, figures: Figures) -> dict[str, dict[int, Verdict]]:
-    """By model, by depth (0 where it has none): the comparison with the reference."""
+    """By model, by depth (0 where it has none): the comparison with the reference.
+
+    Raises:
+        ValueError: a loss that is not finite.
+    """
     models, reference = _candidates(study, figures)
     cycle = figures.cycles
     baseline = _losses(reference, cycle, reference.mean_depth)
-    if baseline is None:
-        return {}
     found = {}
     for model in models:
-        pairs = {}
-        for depth in model.depths:
-            losses = _losses(model, cycle, depth)
-            if losses is None:
-                return {}
-            pairs[depth or 0] = (losses, baseline)
+        pairs = {depth or 0: (_losses(model, cycle, depth), baseline) for depth in model.depths}
         names = (model.name, _label(reference, reference.mean_depth))
         verdicts = compare_depths(pairs, margin=study.config.margin, names=names)
         found[model.name] = {
@@ -155,17 +173,19 @@ def _verdict_blocks(
     study: Study,
     figures: Figures,
     verdicts: dict[str, dict[int, Verdict]],
+    withheld: list[str],
     problems: list[str],
-    why: str,
 ) -> list[Block]:
-    if problems:
+    if withheld:
+        why = (
+            "it is not shown that all models saw the same blocks"
+            if problems
+            else "there is nothing to compare"
+        )
         return [
-            "Withheld: it is not shown that all models saw the same blocks. The figures below are "
-            "what the runs reported, and decide nothing.",
-            Bullets(problems),
+            f"Withheld: {why}. The figures below are what the runs reported, and decide nothing.",
+            Bullets(withheld),
         ]
-    if not verdicts:
-        return [f"Withheld: {why}."]
     _, reference = _candidates(study, figures)
     blocks: list[Block] = [
         f"Cross-entropy on the fixed validation documents, each model against "
@@ -601,7 +621,7 @@ def _json(
     study: Study,
     figures: Figures,
     verdicts: dict[str, dict[int, Verdict]],
-    problems: list[str],
+    withheld: list[str],
 ) -> dict[str, Any]:
     def finite(x: Any) -> Any:
         if isinstance(x, dict):
@@ -625,7 +645,7 @@ def _json(
             "cycle": figures.cycles,
             "cycles": study.config.cycles,
             "reference": reference.name,
-            "withheld": problems,
+            "withheld": withheld,
             "verdicts": {
                 name: {depth: dataclasses.asdict(v) for depth, v in found.items()}
                 for name, found in verdicts.items()

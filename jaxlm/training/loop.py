@@ -212,6 +212,13 @@ class Run:
             needed,
         )
         self.validation_rows = rows_of(validation_stream(data, config.data), config.data)
+        if not len(self.validation_rows):  # said now and not after weeks
+            limit = config.data.validation_tokens
+            within = "" if limit is None else f" within data.validation_tokens ({limit:,})"
+            raise UserError(
+                f"{data.directory}: no validation document with a target lies{within or ' there'}; "
+                + ("raise it" if within else "prepare with a larger prepare.validation_fraction")
+            )
         self.data = data
         self.data_fingerprint = fingerprint_of(data, config.data, sources)
         self.config = config = resolve_config(config, data, self.windows)

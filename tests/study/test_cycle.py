@@ -348,17 +348,29 @@ def test_one_changed_line_of_a_block_log_withholds_the_verdict(finished, tmp_pat
     assert json.loads((study.directory / "report.json").read_text())["verdicts"]
 
 
-def test_changed_sums_of_documents_withhold_the_verdict(finished, tmp_path):
+def test_changed_sums_of_documents_withhold_the_verdict(finished, tmp_path, capsys):
     study = copy_of(finished, tmp_path)
     path = study.directory / "evaluations" / "loop-42-cycle-3.npz"
     with np.load(path) as arrays:
         changed = {name: arrays[name] for name in arrays.files}
     changed["validation.loss"] = changed["validation.loss"] * 0.9
+    kept = path.read_bytes()
     np.savez(path, **changed)
+    for spoiled in ("changed", "missing"):
+        if spoiled == "missing":
+            path.unlink()
+        with pytest.raises(Failure, match=r"withheld: .*loop-42-cycle-3\.npz: missing, or not"):
+            finish(study)
+        assert "Verdict withheld: " in capsys.readouterr().out
+        figures = json.loads((study.directory / "report.json").read_text())
+        assert figures["verdicts"] == {}
+        assert [why.startswith(str(path)) for why in figures["withheld"]] == [True]
+        assert "cycle-3.npz: missing, or not what" in (study.directory / "report.md").read_text()
+    path.write_bytes(kept)
     finish(study)
     figures = json.loads((study.directory / "report.json").read_text())
-    assert figures["verdicts"] == {}
-    assert "missing or were changed" in (study.directory / "report.md").read_text()
+    assert figures["verdicts"]
+    assert not figures["withheld"]
 
 
 def test_other_settings_a_foreign_folder_and_a_second_process_are_refused(
@@ -429,9 +441,10 @@ def test_a_model_that_has_diverged_is_reported_and_not_judged(finished, tmp_path
             values["documents"] = sha256_of(path)
             values["evaluations"]["validation"][0] |= {"cross_entropy": None, "perplexity": None}
         journal.append(event["event"], **values)
-    finish(study)
+    with pytest.raises(Failure, match="is done, and its verdict withheld: loop at depth 1: losses"):
+        finish(study)
     text = (study.directory / "report.md").read_text()
-    assert "Withheld: losses: inf at seed 0, document 0" in text
+    assert "loop at depth 1: losses: inf at seed 0, document 0" in text
     assert "| loop | 1 | - |" in text
     assert "is better by" not in text
 

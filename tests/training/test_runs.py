@@ -650,6 +650,18 @@ def test_settings_that_the_data_contradicts(random_data, sections, message):
     assert not directory_of(config).exists()
 
 
+def test_a_run_without_validation_documents_does_not_begin(random_data, tmp_path):
+    """Its report would fail at the very end."""
+    settings = DataConfig(directory=str(random_data), sequence_length=8, validation_tokens=1)
+    config = config_for(random_data, data=settings)
+    with pytest.raises(UserError, match=r"lies within data\.validation_tokens \(1\); raise it"):
+        loop.train(config)
+    bare = write_documents(tmp_path / "bare", [[5, 6, 7, 0]] * 40, [], 64)
+    with pytest.raises(UserError, match=r"bare: no validation document .* lies there; prepare"):
+        loop.train(config_for(bare))
+    assert not directory_of(config).exists()
+
+
 def test_signals_end_the_script_with_their_codes(random_data, tmp_path):
     """The real script in a process of its own: SIGTERM exits 0, Ctrl-C 130, and both resume."""
     config = config_for(
