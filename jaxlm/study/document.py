@@ -58,11 +58,11 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; m
        max-width: 72rem; padding: 1rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.2rem;
      border-bottom: 1px solid #bbb; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem;
+.scroll { overflow-x: auto; margin: 1rem 0; } table { border-collapse: collapse; font-size: .875rem;
           font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right;
          white-space: nowrap; } th { border-bottom: 2px solid #888; }
-th.text, td.text { text-align: left; } .verdict li { font-weight: 600; }
+th.text, td.text { text-align: left; } .verdict li { margin: .5rem 0; font-weight: 600; }
 figure { margin: 1rem 0; display: inline-block; width: 100%; max-width: 34rem;
          vertical-align: top; }
 figure img { width: 100%; height: auto; } figcaption { font-size: .875rem; color: #444; }

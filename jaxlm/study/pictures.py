@@ -86,6 +86,8 @@ def line_chart(
         if ticks is not None:
             axes.set_xticks(list(ticks), [str(tick) for tick in ticks])
             axes.minorticks_off()
+        if max((abs(value) for line in series for value in line.y), default=0) >= 10_000:
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set(xlabel=x, ylabel=y)
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)

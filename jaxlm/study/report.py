@@ -89,7 +89,9 @@ def write_report(study: Study, journal: Journal, problems: list[str]) -> Written
     write_atomically(directory / "report.md", as_markdown(title, sections))
     write_atomically(directory / "report.html", as_html(title, sections))
     lines = [f"Report after cycle {figures.cycles}: {directory / 'report.html'}"]
-    lines += [f"  {verdict.text}" for found in verdicts.values() for verdict in found.values()]
+    sentences, shared = _said(verdicts)
+    lines += [f"  {line}" for found in sentences for line in found]
+    lines += [f"  {remark}" for remark in shared]
     lines += [f"  Verdict withheld: {why}" for why in withheld]
     return Written(lines, withheld)
 
@@ -162,11 +164,22 @@ def _verdicts(study: Study, figures: Figures) -> dict[str, dict[int, Verdict]]:
         found[model.name] = {
             depth: dataclasses.replace(
                 verdict,
-                text=(f"Depth {depth}: " if depth else "") + verdict.text,
+                sentence=(f"Depth {depth}: " if depth else "") + verdict.sentence,
             )
             for depth, verdict in verdicts.items()
         }
     return found
+
+
+def _said(verdicts: dict[str, dict[int, Verdict]]) -> tuple[list[list[str]], list[str]]:
+    """What the verdicts say, model by model, and the remarks that belong to all of them."""
+    every = [verdict for found in verdicts.values() for verdict in found.values()]
+    shared = [r for r in (every[0].remarks if every else ()) if all(r in v.remarks for v in every)]
+    sentences = [
+        [" ".join((v.sentence, *(r for r in v.remarks if r not in shared))) for v in found.values()]
+        for found in verdicts.values()
+    ]
+    return sentences, shared
 
 
 def _verdict_blocks(
@@ -191,15 +204,15 @@ def _verdict_blocks(
         f"Cross-entropy on the fixed validation documents, each model against "
         f"{_label(reference, reference.mean_depth)}."
     ]
-    for found in verdicts.values():
-        blocks.append(Bullets([verdict.text for verdict in found.values()]))
+    sentences, shared = _said(verdicts)
+    blocks += [Bullets(found) for found in sentences]
+    blocks += shared
     blocks.append(
         "Statements of one model at its depths are made together: the chance that any of them is "
         "false is at most 5 %. "
         + ("Each model is compared with the reference separately. " if len(verdicts) > 1 else "")
         + (
-            f"With one seed a model, a difference counts beyond {study.config.margin:g} nats, set "
-            f"before the study began; how much another seed would change is not measured."
+            f"The margin of {study.config.margin:g} nats was set before the study began."
             if len(study.config.seeds) == 1
             else f"Intervals are over {len(study.config.seeds)} seeds and over documents."
         )
@@ -266,9 +279,10 @@ def _figures(study: Study, figures: Figures) -> list[Block]:
         for model in figures.models.values()
     ]
     seeds = len(study.config.seeds)
+    over = "Of one seed" if seeds == 1 else f"Means over {seeds} seeds"
     return [
-        f"Means over {seeds} seed(s), weighted by target tokens, in nats per token; tok/s of the "
-        f"forward pass. Knowing only how common each token is gives {figures.unigram:.4f} nats.",
+        f"{over}, weighted by target tokens, in nats per token; tok/s of the forward pass. Knowing "
+        f"only how common each token is gives {figures.unigram:.4f} nats.",
         Table(header, rows, 1),
         Table(
             [
@@ -647,7 +661,9 @@ def _json(
             "reference": reference.name,
             "withheld": withheld,
             "verdicts": {
-                name: {depth: dataclasses.asdict(v) for depth, v in found.items()}
+                name: {
+                    depth: {**dataclasses.asdict(v), "text": v.text} for depth, v in found.items()
+                }
                 for name, found in verdicts.items()
             },
             "equal": equal,

@@ -105,8 +105,15 @@ class Verdict:
     statement: Statement
     # Whether a model has two seeds or more; if not, the interval is over documents alone.
     seed_variance_measured: bool
-    # The same in a sentence or two.
-    text: str
+    # The same in a sentence.
+    sentence: str
+    # What else must be said of it.
+    remarks: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The sentence and the remarks."""
+        return " ".join((self.sentence, *self.remarks))
 
 
 @dataclass(frozen=True)
@@ -237,14 +244,13 @@ def _estimate(a: Losses, b: Losses) -> _Estimate:
     return _Estimate(difference, seeds * part, seed_freedom, documents, freedom)
 
 
-def _text(
+def _sentence(
     difference: float,
     interval: tuple[float, float],
     statement: Statement,
     *,
     names: tuple[str, str],
     detail: str,
-    remark: str,
 ) -> str:
     """The sentence of a verdict.
 
@@ -254,7 +260,6 @@ def _text(
         statement: which model is better.
         names: of A and of B.
         detail: what the interval is, for the brackets at the end.
-        remark: what else must be said; may be empty.
     """
     low, high = interval
     if statement == "none":
@@ -266,7 +271,7 @@ def _text(
         name, sign = (names[0], -1) if statement == "a" else (names[1], 1)
         low, high = sorted((sign * low, sign * high))
         text = f"{name} is better by {sign * difference:.4f} nats per token [{low:.4f}, {high:.4f}]"
-    return f"{text} ({detail}).{' ' if remark else ''}{remark}"
+    return f"{text} ({detail})."
 
 
 def _verdict(
@@ -305,14 +310,8 @@ def _verdict(
         documents=documents,
         statement=statement,
         seed_variance_measured=estimate.seed_freedom > 0,
-        text=_text(
-            estimate.difference,
-            interval,
-            statement,
-            names=names,
-            detail=detail,
-            remark=" ".join(remarks),
-        ),
+        sentence=_sentence(estimate.difference, interval, statement, names=names, detail=detail),
+        remarks=tuple(remarks),
     )
 
 

@@ -310,7 +310,10 @@ def test_the_report_says_what_the_runs_measured(finished):
         difference = entropies[0]["cross_entropy"] - entropies[1]["cross_entropy"]
         assert found["difference"] == pytest.approx(difference, abs=2e-6)
         assert found["seed_variance_measured"] is False
-        assert found["text"] in (finished.directory / "report.html").read_text()
+        html = (finished.directory / "report.html").read_text()
+        assert found["sentence"] in html
+        # What holds for all depths is said once.
+        assert [html.count(remark) for remark in found["remarks"]] == [1]
     # FLOPs of the Transformer: 6 per token and weight that multiplies, and attention.
     weights = 3 * (4 * 16 * 16 + 3 * 16 * 32) + 300 * 16
     attention = 3 * 2 * 2 * 16 * 4.5
