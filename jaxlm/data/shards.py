@@ -20,6 +20,7 @@ their ends of documents stay, so that positions in the stream do not change, the
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -133,8 +134,8 @@ class SplitWriter:
         directory: of the split; made if it is not there.
         vocabulary_size: entries; decides between 16 and 32 bits a token.
         shard_tokens: a shard is finished once it holds this many tokens.
-        position: what :meth:`sync` returned; null starts an empty split. Files and parts of files
-            that were written after it are removed.
+        position: what :meth:`sync` returned; null starts an empty split. Shards and parts of
+            shards that were written after it are removed.
     """
 
     def __init__(
@@ -157,20 +158,30 @@ class SplitWriter:
         position = position or {"shards": [], "tokens": 0, "documents": 0, "text_bytes": 0}
         self.shards: list[dict[str, Any]] = list(position["shards"])
         self.text_bytes: int = position["text_bytes"]
-        kept = {entry["file"] for shard in self.shards for entry in shard["files"]}
-        for path in directory.iterdir():
-            name = path.name.removesuffix(".part")
-            # A manifest of before may name the counts.
-            if name not in (*kept, *self._names()) and not name.startswith("counts-"):
-                path.unlink()
+        self._remove_later_shards()
         self._open(position["tokens"], position["documents"])
 
-    def _names(self) -> tuple[str, str]:
-        number = len(self.shards)
+    def _names(self, number: int) -> tuple[str, str]:
         return f"tokens-{number:05d}.npy", f"ends-{number:05d}.npy"
 
+    def _remove_later_shards(self) -> None:
+        """Remove what was written after the position, and no file of anyone else's.
+
+        Shards are written in the order of their numbers, so that those of this writer follow one
+        another without a gap; from the last one on, so that none comes of being killed here.
+        """
+        found: list[Path] = []
+        for number in itertools.count(len(self.shards) + 1):
+            names = [f"{name}{end}" for name in self._names(number) for end in ("", ".part")]
+            there = [path for name in names if (path := self.directory / name).is_file()]
+            if not there:
+                break
+            found += there
+        for path in reversed(found):
+            path.unlink()
+
     def _open(self, tokens: int = 0, documents: int = 0) -> None:
-        names = self._names()
+        names = self._names(len(self.shards))
         self._tokens = ArrayFile(self.directory / names[0], self.dtype, tokens)
         self._ends = ArrayFile(self.directory / names[1], np.dtype(np.int64), documents)
 

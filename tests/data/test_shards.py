@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers import write_documents
 
-from jaxlm.data.shards import DataDirectory, ShardWriter, token_dtype
+from jaxlm.data.shards import DataDirectory, ShardWriter, SplitWriter, token_dtype
 from jaxlm.errors import UserError
 
 
@@ -30,6 +30,23 @@ def test_documents_and_tokens_read_back_across_shards(tmp_path):
     for start in range(16):
         for stop in range(start + 1, 17):
             assert stream.read(start, stop).tolist() == flat[start:stop]
+
+
+def test_going_back_removes_later_shards_and_no_file_of_anyone_else(tmp_path):
+    folder = tmp_path / "train"
+    writer = SplitWriter(folder, 64, shard_tokens=4)
+    position = writer.sync()
+    for _ in range(3):
+        writer.add(np.array([5, 6, 7, 8], np.int64), 4)
+    writer.close()
+    written = {"tokens-00000.npy", "tokens-00001.npy", "tokens-00002.npy"}
+    assert written <= {path.name for path in folder.iterdir()}
+    foreign = ("notes.txt", "tokens-00000.npy.bak", "tokens-99999.npy", "counts-mine.npy")
+    for name in foreign:
+        (folder / name).write_text(name)
+    (folder / "more").mkdir()
+    SplitWriter(folder, 64, shard_tokens=4, position=position).close()
+    assert {path.name for path in folder.iterdir()} == {*foreign, "more"}
 
 
 def test_reading_is_a_view_of_the_mapped_file(tmp_path):

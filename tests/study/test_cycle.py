@@ -226,6 +226,11 @@ def test_killed_at_every_edge_of_the_journal(finished, texts, tmp_path, monkeypa
         assert live(study, monkeypatch, edge, after=False), edge
         assert live(study, monkeypatch, edge, after=True), edge
     finish(study)
+    assert_same(finished, study)
+
+
+def assert_same(finished, study) -> None:
+    """Journal, evaluations, block ids, weights and optimizer states, and what is left of tokens."""
     a, b = (Journal(s.directory / "journal.jsonl", read_only=True) for s in (finished, study))
     assert [e["event"] for e in a.events] == [e["event"] for e in b.events]
     for kind, keys in (
@@ -249,6 +254,11 @@ def test_killed_at_every_edge_of_the_journal(finished, texts, tmp_path, monkeypa
         sorted(p.name for p in (s.directory / "data/train").iterdir()) for s in (finished, study)
     ]
     assert left[0] == left[1]
+    verdicts = [
+        json.loads((s.directory / "report.json").read_text())["verdicts"] for s in (finished, study)
+    ]
+    assert verdicts[0]
+    assert verdicts[0] == verdicts[1]
 
 
 def test_killed_while_shards_are_removed(finished, tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
-"""Lives of a training run that end by a signal, at chosen or random moments.
+"""Lives of a training run, or of a study, that end by a signal, at chosen or random moments.
 
 Run as a script it is a server: it imports jaxlm once, then forks one child for each line of its
 standard input, which makes a life start in about a second. A line is JSON: `config` (a YAML file),
+`study` (whether it is that of a study, whose workers are then this process: one kill ends all),
 `log` (where the child's output goes), `phase` (a file that always says what the child is doing) and
 `hook` (None, or where the child sends itself a signal). It answers with the child's process id, and
 with its wait status when it has ended.
@@ -33,6 +34,10 @@ PHASES = {
     "jaxlm.training.checkpoint:Checkpoints._complete": "saving: Orbax writes",
     "jaxlm.training.checkpoint:write_manifest": "saving: manifest",
     "jaxlm.training.checkpoint:Checkpoints._remove_old": "pruning",
+    "jaxlm.study.cycle:Cycles._prepare": "preparing",
+    "jaxlm.study.worker:_evaluate_all": "evaluating all depths",
+    "jaxlm.study.cycle:Cycles._compare": "comparing",
+    "jaxlm.study.cycle:Cycles._reclaim": "reclaiming",
 }
 
 
@@ -128,10 +133,25 @@ def _live(order: dict[str, Any]) -> None:
         _send_at(order["hook"])
     _tell_phases(order["phase"])
     from jaxlm.cli import run_script
+
+    run_script(lambda: (_study if order["study"] else _train)(Path(order["config"])))
+
+
+def _train(config: Path) -> int:
     from jaxlm.config import load
     from jaxlm.training import loop
 
-    run_script(lambda: loop.train(load([order["config"]])))
+    return loop.train(load([config]))
+
+
+def _study(config: Path) -> int:
+    from jaxlm.study.cycle import Cycles
+    from jaxlm.study.settings import read_study
+    from jaxlm.study.worker import read_job, work
+
+    with Cycles(read_study(config), lambda job: work(read_job(job))) as cycles:
+        cycles.run()
+    return 0
 
 
 def _serve() -> None:
@@ -193,6 +213,7 @@ class Lives:
         hook: dict[str, Any] | None = None,
         after: float | None = None,
         numbers: tuple[int, ...] = (signal.SIGKILL,),
+        study: bool = False,
     ) -> tuple[int, str]:
         """Start the run once, and wait for its end.
 
@@ -201,6 +222,7 @@ class Lives:
             hook: where it sends itself a signal: target, call, when, during.
             after: seconds until the signals are sent from outside.
             numbers: those signals, 50 ms apart.
+            study: whether the settings are a study's.
 
         Returns:
             The exit code, negative for a signal, and what the run was doing when the first came.
@@ -210,6 +232,7 @@ class Lives:
             left.unlink(missing_ok=True)
         order = {
             "config": str(config),
+            "study": study,
             "log": str(config.with_suffix(".log")),
             "phase": str(phase),
             "hook": hook and {**hook, "met": str(met)},
