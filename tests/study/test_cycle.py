@@ -1,7 +1,9 @@
 """Whole studies of tiny models, their workers in this process unless a test says otherwise."""
 
 import dataclasses
+import errno
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -21,6 +23,7 @@ from jaxlm.study.plan import disk_needs, phase_times
 from jaxlm.study.settings import read_study
 from jaxlm.study.status import print_plan, print_status
 from jaxlm.study.worker import read_job, work
+from jaxlm.training import checkpoint
 from jaxlm.training.metrics import read_records
 
 TINY = """
@@ -434,6 +437,30 @@ def test_a_damaged_checkpoint_keeps_the_tokens(texts, tmp_path, monkeypatch):
     journal = Journal(study.directory / "journal.jsonl", read_only=True)
     assert journal.find("reclaiming") is None
     assert all((study.directory / n).exists() for n in journal.find("prepared")["files"])
+
+
+@pytest.mark.long
+def test_a_save_that_fails_removes_nothing(finished, texts, tmp_path, monkeypatch):
+    """The disk is full when the second model saves the end of the first cycle."""
+    study = study_in(tmp_path, texts)
+    write = checkpoint.write_manifest
+
+    def full(directory, *arguments, **settings):
+        if "plain-42" in str(directory) and "10" in directory.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(directory, *arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_manifest", full)
+        with pytest.raises(Failure, match=r"plain-42.*No space left"):
+            finish(study)
+    journal = Journal(study.directory / "journal.jsonl", read_only=True)
+    assert journal.find("trained", model="loop") is not None
+    assert journal.find("trained", model="plain") is None
+    assert journal.find("reclaiming") is None
+    assert all((study.directory / n).exists() for n in journal.find("prepared")["files"])
+    finish(study)
+    assert_same(finished, study)
 
 
 def test_a_model_that_has_diverged_is_reported_and_not_judged(finished, tmp_path):
