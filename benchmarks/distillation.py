@@ -38,7 +38,7 @@ from jaxlm.config import (
 )
 from jaxlm.data.prepare import ensure_prepared
 from jaxlm.data.teacher import CacheFormat, TeacherCache
-from jaxlm.distillation.caching import cache_teacher
+from jaxlm.distillation.caching import cache_directory, cache_teacher
 from jaxlm.distillation.teachers import load_jaxlm
 from jaxlm.training.loop import train
 from jaxlm.training.metrics import read_records
@@ -118,7 +118,8 @@ def cached(folder: Path, teacher: Config) -> Path:
     )
     form = CacheFormat(K, "float16", data.vocabulary_size)
     began = time.perf_counter()
-    directory = cache_teacher(data, loaded, "large", form, (0, STUDENT_TOKENS))
+    directory = cache_directory(data, "large")
+    cache_teacher(data, loaded, directory, form, (0, STUDENT_TOKENS))
     seconds = time.perf_counter() - began
     stream = data.stream("train")
     TeacherCache(directory, data, stream, 1, STUDENT_TOKENS + 1)

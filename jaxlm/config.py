@@ -935,10 +935,12 @@ def _valid_keys(cls: type = Config, path: str = "") -> dict[str, str]:
     keys: dict[str, str] = {}
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        dotted = f"{path}{field.name}"
-        if dataclasses.is_dataclass(hints[field.name]):
+        dotted, hint = f"{path}{field.name}", hints[field.name]
+        if type(None) in (members := typing.get_args(hint)):  # a section that may be absent
+            hint = next(member for member in members if member is not type(None))
+        if dataclasses.is_dataclass(hint):
             keys[dotted] = "section"
-            keys |= _valid_keys(typing.cast(type, hints[field.name]), f"{dotted}.")
+            keys |= _valid_keys(typing.cast(type, hint), f"{dotted}.")
         else:
             keys[dotted] = "setting"
     return keys

@@ -11,6 +11,7 @@ memory, disk and time, and exits with 1 where they do not fit.
 """
 
 import argparse
+import dataclasses
 import json
 import re
 import shutil
@@ -18,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.cli import run_script
+from jaxlm.config import read_tree
 from jaxlm.console import console, new_table
 from jaxlm.data.shards import DataDirectory
-from jaxlm.data.teacher import CacheFormat, covered, read_manifest
+from jaxlm.data.teacher import covered, read_manifest
 from jaxlm.distillation.caching import cache_directory, cache_teacher, verify, work_of
-from jaxlm.distillation.contexts import Context, DocumentContext, PackedContext
-from jaxlm.distillation.planning import CachePlan, size_of_hugging_face, size_of_run
-from jaxlm.distillation.teachers import Teacher, depth_of, load_hugging_face, load_jaxlm
+from jaxlm.distillation.planning import CachePlan, logits_bytes, size_of
+from jaxlm.distillation.settings import TeacherConfig
+from jaxlm.distillation.teachers import context_of, load_teacher
 from jaxlm.errors import UserError
 from jaxlm.files import size_text
 from jaxlm.memory.devices import DEVICES
-from jaxlm.training.loading import load_resolved
 
 SHARES = (1.0, 0.4)
 
@@ -40,15 +41,15 @@ def arguments() -> argparse.Namespace:
     )
     add = result.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="prepared data")
-    add("--run", type=Path, metavar="DIR", help="the teacher: a run of jaxlm")
+    add("--run", metavar="DIR", help="the teacher: a run of jaxlm")
     add("--hf", metavar="NAME", help="the teacher: a causal language model of Hugging Face")
     add("--name", help="of the cache; default: that of the teacher")
     add("--tokens", metavar="A:B", help="range of training tokens, or B for 0:B; default: all")
-    add("--k", type=int, default=32, metavar="N", help="tokens named at a position; default: 32")
-    add("--dtype", choices=("float16", "float32"), default="float16", help="of log-probabilities")
+    add("--k", type=int, metavar="N", help="tokens named at a position; default: 32")
+    add("--dtype", choices=("float16", "float32"), help="of log-probabilities; default: float16")
     add("--length", type=int, metavar="T", help="tokens read at one time; default: the run's; 2048")
     add("--batch-rows", type=int, metavar="N", help="rows or windows a forward pass; default: 8; 1")
-    add("--chunk-tokens", type=int, default=512, metavar="N", help="logits sorted at one time")
+    add("--chunk-tokens", type=int, metavar="N", help="logits sorted at one time; default: 512")
     add("--shard-tokens", type=int, default=2**20, metavar="N", help="records of a shard")
     add("--plan", action="store_true", help="print memory, disk and time; load nothing")
     add("--device", default="rtx3090", metavar="NAME", help=f"of the plan: {', '.join(DEVICES)}")
@@ -58,7 +59,9 @@ def arguments() -> argparse.Namespace:
     run.add_argument("--depth", type=int, metavar="N", help="core steps; default: the mean depth")
     hf = result.add_argument_group("a model of Hugging Face")
     hf.add_argument("--revision", help="branch, tag or commit")
-    hf.add_argument("--weights", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    hf.add_argument(
+        "--weights", choices=("bfloat16", "float16", "float32"), help="type; default: bfloat16"
+    )
     hf.add_argument("--quantization", metavar="JSON", help="of transformers.BitsAndBytesConfig")
     hf.add_argument("--device-map", help="of from_pretrained; default: auto where there is a GPU")
     hf.add_argument("--overlap", type=int, metavar="N", help="of windows; default: length / 8")
@@ -68,20 +71,17 @@ def arguments() -> argparse.Namespace:
     return result.parse_args()
 
 
-def check(options: argparse.Namespace) -> None:
-    """Refuse numbers that mean nothing, and a teacher that is none or two."""
-    for key in ("k", "length", "batch_rows", "chunk_tokens", "shard_tokens", "depth"):
-        value = getattr(options, key)
-        if value is not None and value < 1:
-            raise UserError(f"--{key.replace('_', '-')} {value}: expected a number from 1")
-    if options.verify:
-        if options.name is None:
-            raise UserError("--verify: name the cache with --name")
-        return
-    if (options.run is None) == (options.hf is None):
-        raise UserError("name one teacher: --run DIR or --hf NAME")
-    if options.device not in DEVICES:
-        raise UserError(f"--device {options.device}: not known; one of {', '.join(DEVICES)}")
+def teacher_of(options: argparse.Namespace) -> TeacherConfig:
+    """The teacher that the options describe.
+
+    Raises:
+        UserError: numbers that mean nothing, or a teacher that is none or two.
+    """
+    keys = [field.name for field in dataclasses.fields(TeacherConfig)]
+    given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
+    if options.quantization is not None:
+        given["quantization"] = quantization_of(options.quantization)
+    return read_tree(TeacherConfig, given, {key: f"--{key.replace('_', '-')}" for key in given})
 
 
 def token_range(text: str | None) -> tuple[int, int] | None:
@@ -94,10 +94,8 @@ def token_range(text: str | None) -> tuple[int, int] | None:
     return int(found[1] or 0), int(found[2])
 
 
-def quantization_of(text: str | None) -> dict[str, Any] | None:
+def quantization_of(text: str) -> dict[str, Any]:
     """The settings that --quantization holds."""
-    if text is None:
-        return None
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -107,49 +105,13 @@ def quantization_of(text: str | None) -> dict[str, Any] | None:
     return value
 
 
-def context_of(options: argparse.Namespace) -> Context:
-    """What the teacher sees."""
-    if options.run is not None:
-        return PackedContext(options.length or load_resolved(options.run).data.sequence_length)
-    length = options.length or 2048
-    overlap = length // 8 if options.overlap is None else options.overlap
-    if not 0 <= overlap < length:
-        raise UserError(f"--overlap {overlap}: expected a number from 0 to below --length {length}")
-    return DocumentContext(length, overlap)
-
-
-def name_of(options: argparse.Namespace) -> str:
-    """The name of the cache."""
-    if options.name is not None:
-        name = options.name
-    elif options.run is not None:
-        name = options.run.resolve().name
-    else:
-        name = options.hf.rstrip("/").rpartition("/")[2]
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise UserError(f"--name '{name}': expected letters, digits, dots, dashes and underscores")
-    return name
-
-
-def plan(options: argparse.Namespace, data: DataDirectory, form: CacheFormat) -> int:
+def plan(options: argparse.Namespace, teacher: TeacherConfig, data: DataDirectory) -> int:
     """Print what the cache takes; returns 1 where memory or disk is short."""
-    context, directory = context_of(options), cache_directory(data, name_of(options))
-    if options.run is not None:
-        config = load_resolved(options.run)
-        depth = depth_of(config, options.depth, options.run)
-        size, rows = size_of_run(config, depth, context), options.batch_rows or 8
-        # Of jaxlm's teachers no more logits exist than those of a chunk, in float32.
-        logits = 4 * options.chunk_tokens * form.vocabulary_size
-    else:
-        size = size_of_hugging_face(
-            options.hf,
-            options.revision,
-            options.weights,
-            quantization_of(options.quantization),
-            None if options.parameters is None else round(options.parameters),
-        )
-        rows = options.batch_rows or 1
-        logits = 2 * rows * context.length * (size.vocabulary or form.vocabulary_size)
+    if options.device not in DEVICES:
+        raise UserError(f"--device {options.device}: not known; one of {', '.join(DEVICES)}")
+    directory, form = cache_directory(data, teacher.cache_name), teacher.form(data.vocabulary_size)
+    context, size = context_of(teacher), size_of(teacher)
+    logits = logits_bytes(teacher, size, form.vocabulary_size)
     work = work_of(directory, data.stream("train"), context, token_range(options.tokens))
     left = work.left
     device = DEVICES[options.device]
@@ -158,7 +120,7 @@ def plan(options: argparse.Namespace, data: DataDirectory, form: CacheFormat) ->
     screen = console()
     screen.print(
         f"{directory}: {left.records:,} records to make, {found.tokens:,} tokens to read "
-        f"({context.describe()['kind']} of {context.length:,}, {rows} at a time)"
+        f"({context.describe()['kind']} of {context.length:,}, {teacher.rows} at a time)"
     )
     table = new_table(f"weights of {size.parameters / 1e9:,.3g} billion", "GB", f"{device.kind}")
     for name, weights in size.memory.items():
@@ -176,51 +138,32 @@ def plan(options: argparse.Namespace, data: DataDirectory, form: CacheFormat) ->
     return 0 if found.fits and found.disk <= free else 1
 
 
-def load(options: argparse.Namespace, data: DataDirectory) -> Teacher:
-    """The teacher that the options name, ready to predict."""
-    if options.run is not None:
-        return load_jaxlm(
-            options.run,
-            data,
-            update=options.update,
-            depth=options.depth,
-            length=options.length,
-            k=options.k,
-            batch_rows=options.batch_rows or 8,
-            chunk_tokens=options.chunk_tokens,
-        )
-    context = context_of(options)
-    assert isinstance(context, DocumentContext)
-    return load_hugging_face(
-        options.hf,
-        data,
-        revision=options.revision,
-        dtype=options.weights,
-        quantization=quantization_of(options.quantization),
-        device_map=options.device_map,
-        context=context,
-        k=options.k,
-        batch_rows=options.batch_rows or 1,
-        chunk_tokens=options.chunk_tokens,
-    )
-
-
 def main() -> int:
     """Do what the arguments ask for."""
     options = arguments()
-    check(options)
+    if options.shard_tokens < 1:
+        raise UserError(f"--shard-tokens {options.shard_tokens}: expected a number from 1")
     data = DataDirectory(options.data)
     if options.verify:
+        if options.name is None:
+            raise UserError("--verify: name the cache with --name")
         cache = verify(data, cache_directory(data, options.name))
         print(f"{cache.directory}: whole; {cache.describe()}")
         return 0
-    if options.k > data.vocabulary_size:
-        raise UserError(f"--k {options.k}: the vocabulary has {data.vocabulary_size:,} entries")
-    form = CacheFormat(options.k, options.dtype, data.vocabulary_size)
+    teacher = teacher_of(options)
+    if teacher.k > data.vocabulary_size:
+        raise UserError(f"--k {teacher.k}: the vocabulary has {data.vocabulary_size:,} entries")
     if options.plan:
-        return plan(options, data, form)
-    name, tokens = name_of(options), token_range(options.tokens)
-    directory = cache_teacher(data, load(options, data), name, form, tokens, options.shard_tokens)
+        return plan(options, teacher, data)
+    directory, form = cache_directory(data, teacher.cache_name), teacher.form(data.vocabulary_size)
+    cache_teacher(
+        data,
+        load_teacher(teacher, data, options.update, options.device_map),
+        directory,
+        form,
+        token_range(options.tokens),
+        options.shard_tokens,
+    )
     first, stop = covered(read_manifest(directory))
     print(f"{directory}: positions {first:,} to {stop:,}, {form.bytes_per_token} bytes each")
     print(f"Train with distillation.cache={directory}")

@@ -31,6 +31,7 @@ LAYERS = {
 }
 # What of the same layer a package may use besides itself.
 PEERS = {
+    "study": {"distillation"},
     "training": {"evaluation", "memory", "cli"},
     "evaluation": set(),
     "memory": set(),

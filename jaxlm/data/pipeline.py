@@ -36,8 +36,9 @@ Ranges. `data.tokens: [a, b]` trains on tokens [a, b) of the stream. Packed: row
 the last of which takes its final target from token b. Otherwise: the documents that begin in the
 range, whole. Of several sources, each gives the rows that it has in that part of the mixture.
 
-A packed stream may still be arriving: with a range that ends where its tokens do not reach yet, a
-run up to an update whose rows are there is the beginning of the run on all of the range.
+A packed stream may still be arriving, and so may what a teacher predicts for it: with a range that
+ends where they do not reach yet, a run up to an update whose rows are there is the beginning of the
+run on all of the range.
 """
 
 import functools
@@ -54,7 +55,7 @@ import numpy as np
 
 from jaxlm.config import DataConfig
 from jaxlm.data.shards import DataDirectory, Fingerprint, TokenStream
-from jaxlm.data.teacher import TeacherCache
+from jaxlm.data.teacher import TeacherCache, covered, read_manifest
 from jaxlm.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -619,7 +620,10 @@ class Source:
 
 
 def open_sources(
-    config: DataConfig, data: DataDirectory, teacher: str | None = None
+    config: DataConfig,
+    data: DataDirectory,
+    teacher: str | None = None,
+    until: int | None = None,
 ) -> list[Source]:
     """The streams that a run trains on: those of `data.sources`, or else that of `data`.
 
@@ -627,6 +631,7 @@ def open_sources(
         config: names the sources, and the range of tokens.
         data: what is read where there are none.
         teacher: folder of a teacher's cache for the training tokens of `data`.
+        until: as for :func:`training_windows`; the cache may then end before the range does.
 
     Raises:
         UserError: a source that is missing or damaged, that was not made with the tokenizer,
@@ -637,8 +642,10 @@ def open_sources(
     if not config.sources:
         stream = data.stream("train")
         if teacher is not None:
-            targets = _target_range(stream, config)
-            stream.teacher = TeacherCache(Path(teacher), data, stream, *targets)
+            first, stop = _target_range(stream, config)
+            if until is not None and config.layout == "packed":
+                stop = min(stop, covered(read_manifest(Path(teacher)))[1])
+            stream.teacher = TeacherCache(Path(teacher), data, stream, first, stop)
         return [Source(str(data.directory), stream, 1.0, own)]
     sources: list[Source] = []
     for setting in config.sources:
@@ -904,7 +911,7 @@ def training_windows(
         micro_batches: M.
         micro_batch_rows: B of rows of `sequence_length`; of shorter rows it is larger.
         until: no more than the first so many windows will be read. Then the end of `data.tokens`,
-            in the packed layout and of one source, need not be there yet.
+            in the packed layout and of one source, need not be there yet, nor a teacher's records.
 
     Raises:
         UserError: a range of tokens that is not there, settings that do not go together, no row to
@@ -917,8 +924,9 @@ def training_windows(
             and config.tokens[1] > len(sources[0].stream)
         )
         sequences = [_packed_sequence(sources, config, arriving and until is not None)]
-        if arriving and until is not None:
-            _check_arrived(sources[0], sequences[0], until * micro_batches * micro_batch_rows)
+        if until and (arriving or sources[0].stream.teacher is not None):
+            rows = until * micro_batches * micro_batch_rows
+            _check_arrived(sources[0], sequences[0], rows, complete=not arriving)
     else:
         sequences = _piece_sequences(sources, config)
     names = " and ".join(source.name for source in sources)
@@ -935,14 +943,26 @@ def training_windows(
     return Windows(sequences, shapes, config, sources)
 
 
-def _check_arrived(source: Source, sequence: _Sequence, rows: int) -> None:
-    """Refuse to read rows of a packed sequence, the first `rows` of it, that are not there yet."""
+def _check_arrived(source: Source, sequence: _Sequence, rows: int, complete: bool) -> None:
+    """Refuse to read rows of a packed sequence, the first `rows` of it, that are not there yet.
+
+    Where the stream is complete, its last row may be shorter than the others.
+    """
     needed = sequence.highest_row(min(rows, len(sequence))) * sequence.length + sequence.length + 1
+    if complete:
+        needed = min(needed, len(source.stream))
     if needed > len(source.stream):
         raise UserError(
             f"data.tokens: the rows up to there reach to token {needed:,} of the stream, and "
             f"{source.name} has {len(source.stream):,} so far; prepare more "
             f"(scripts/prepare_data.py --tokens {needed}), or end at an earlier update"
+        )
+    cache = source.stream.teacher
+    if cache is not None and needed > cache.stop:
+        raise UserError(
+            f"{cache.directory}: the rows up to there need the records of positions below "
+            f"{needed:,}, and it has those below {cache.stop:,} so far; go on with "
+            f"scripts/cache_teacher.py, or end at an earlier update"
         )
 
 

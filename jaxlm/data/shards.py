@@ -524,6 +524,24 @@ class TokenStream:
         return np.concatenate([plain[shard][begin:end] for shard, begin, end in located])
 
 
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def meaning_of_ids(manifest: dict[str, Any]) -> dict[str, str]:
+    """The fields `tokenizer` and `vocabulary` of a fingerprint: equal ones give ids one meaning.
+
+    Args:
+        manifest: uses `tokenizer`, `vocabulary_size`, `begin_id` and `end_id`.
+    """
+    size, begin, end = (manifest[key] for key in ("vocabulary_size", "begin_id", "end_id"))
+    return {
+        "tokenizer": _digest(manifest["tokenizer"]),
+        "vocabulary": f"{size} entries, begin {begin}, end {end}",
+    }
+
+
 class DataDirectory:
     """A prepared data directory, opened and checked."""
 
@@ -580,24 +598,14 @@ class DataDirectory:
             Texts; of both splits the digest of each shard that holds such tokens. Of a directory
             that grows, those of before are the first of those of after.
         """
-
-        def digest(value: Any) -> str:
-            text = json.dumps(value, sort_keys=True, ensure_ascii=True)
-            return hashlib.sha256(text.encode()).hexdigest()
-
         manifest = self.manifest
         fields: Fingerprint = {}
         for name, limit in (("train", tokens), ("validation", validation_tokens)):
             shards = manifest["splits"][name]["shards"]
             begins = np.cumsum([0, *[shard["tokens"] for shard in shards]])[:-1]
             used = len(shards) if limit is None else int(np.searchsorted(begins, limit))
-            fields[f"{name} tokens"] = [digest(shard) for shard in shards[:used]]
-        fields["tokenizer"] = digest(manifest["tokenizer"])
-        fields["normalization"] = manifest["normalization"]
-        fields["vocabulary"] = (
-            f"{self.vocabulary_size} entries, begin {manifest['begin_id']}, end {self.end_id}"
-        )
-        return fields
+            fields[f"{name} tokens"] = [_digest(shard) for shard in shards[:used]]
+        return fields | {"normalization": manifest["normalization"]} | meaning_of_ids(manifest)
 
     def files(self) -> list[tuple[Path, dict[str, Any]]]:
         """Every file that the manifest names, with its entry."""

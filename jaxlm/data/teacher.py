@@ -19,6 +19,9 @@ a document's first token, which is never a target, means nothing.
 Shards that are finished never change, and a cache that goes on begins a new one. Each carries a
 digest of the tokens that it belongs to, so that a cache cannot be read beside other tokens. Names
 in the manifest are those of files in the folder, which can be moved and copied.
+
+Like a data directory, a cache may give up its first shards once they were learned from: the
+manifest then says how many are `reclaimed`; their entries stay, their files are gone.
 """
 
 import hashlib
@@ -30,7 +33,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.data.shards import ArrayFile, DataDirectory, TokenStream, token_dtype
+from jaxlm.data.shards import (
+    ArrayFile,
+    DataDirectory,
+    TokenStream,
+    meaning_of_ids,
+    token_dtype,
+)
 from jaxlm.data.tokenizer import read_tokenizer
 from jaxlm.errors import UserError
 from jaxlm.files import FileSum, Lock, differences, sum_files, sync_directory, write_json
@@ -81,20 +90,58 @@ def vocabulary_fingerprint(pieces: dict[int, str], size: int) -> str:
     return hashlib.sha256(json.dumps(entries, ensure_ascii=True).encode()).hexdigest()
 
 
-def pieces_of(data: DataDirectory) -> dict[int, str] | None:
-    """What the ids of a data directory stand for; None where it has no tokenizer."""
-    path = data.tokenizer_path()
-    if path is None:
-        return None
-    manifest = data.manifest
-    return read_tokenizer(path, manifest["end_token"], manifest["begin_token"]).pieces()
+@dataclass(frozen=True)
+class Vocabulary:
+    """What token ids stand for."""
+
+    # The data directory, or the tokenizer's file: for messages.
+    source: Path
+    # Entries.
+    size: int
+    # shards.meaning_of_ids.
+    meaning: dict[str, str]
+    # How each id is written; None where there is no tokenizer.
+    pieces: dict[int, str] | None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """:func:`vocabulary_fingerprint`; None where there is no tokenizer."""
+        return None if self.pieces is None else vocabulary_fingerprint(self.pieces, self.size)
 
 
-def refuse_other_vocabulary(data: DataDirectory, teacher: str, pieces: dict[int, str]) -> str:
-    """The fingerprint of the vocabulary that a data directory and a teacher share.
+def vocabulary_of(data: DataDirectory) -> Vocabulary:
+    """The vocabulary of a data directory."""
+    path, manifest = data.tokenizer_path(), data.manifest
+    pieces = None
+    if path is not None:
+        pieces = read_tokenizer(path, manifest["end_token"], manifest["begin_token"]).pieces()
+    return Vocabulary(data.directory, data.vocabulary_size, meaning_of_ids(manifest), pieces)
+
+
+def vocabulary_of_file(path: Path, end_token: str, begin_token: str | None) -> Vocabulary:
+    """The vocabulary of data that are still to be prepared with a tokenizer."""
+    tokenizer = read_tokenizer(path, end_token, begin_token)
+    entry = {
+        "file": tokenizer.file_name,
+        "bytes": len(tokenizer.content),
+        "sha256": hashlib.sha256(tokenizer.content).hexdigest(),
+    }
+    meaning = meaning_of_ids(
+        {
+            "tokenizer": entry,
+            "vocabulary_size": tokenizer.vocabulary_size,
+            "begin_id": tokenizer.begin_id,
+            "end_id": tokenizer.end_id,
+        }
+    )
+    return Vocabulary(path, tokenizer.vocabulary_size, meaning, tokenizer.pieces())
+
+
+def refuse_other_vocabulary(vocabulary: Vocabulary, teacher: str, pieces: dict[int, str]) -> str:
+    """The fingerprint of the vocabulary that data and a teacher share.
 
     Args:
-        data: the data directory.
+        vocabulary: of the data.
         teacher: its name, for messages.
         pieces: how the teacher's tokenizer writes each id. Ids that the data does not have are
             allowed: they are never predicted.
@@ -102,19 +149,18 @@ def refuse_other_vocabulary(data: DataDirectory, teacher: str, pieces: dict[int,
     Raises:
         UserError: an id stands for something else, or the data has no tokenizer to compare.
     """
-    own = pieces_of(data)
+    own, size = vocabulary.pieces, vocabulary.size
     if own is None:
         raise UserError(
-            f"{data.directory}: has no tokenizer to compare with that of {teacher}; prepare the "
+            f"{vocabulary.source}: has no tokenizer to compare with that of {teacher}; prepare the "
             f"data with prepare.tokenizer"
         )
-    size = data.vocabulary_size
     ours, theirs = vocabulary_fingerprint(own, size), vocabulary_fingerprint(pieces, size)
     if ours == theirs:
         return ours
     i = next(i for i in range(size) if own.get(i) != pieces.get(i))
     raise UserError(
-        f"{data.directory}: its tokenizer ({ours[:16]}, {size:,} ids) is not that of {teacher} "
+        f"{vocabulary.source}: its tokenizer ({ours[:16]}, {size:,} ids) is not that of {teacher} "
         f"({theirs[:16]}, {len(pieces):,} ids): id {i} is {own.get(i)!r} here and "
         f"{pieces.get(i)!r} there; prepare the data with the teacher's tokenizer"
     )
@@ -181,6 +227,49 @@ def covered(manifest: dict[str, Any]) -> tuple[int, int]:
     return shards[0]["first"], shards[-1]["first"] + shards[-1]["records"]
 
 
+def cached_until(directory: Path) -> int:
+    """Position after the last record, those of an unfinished shard included; 0 without a cache."""
+    if not (directory / MANIFEST).exists():
+        return 0
+    manifest = read_manifest(directory)
+    end = covered(manifest)[1] if manifest["shards"] else manifest["begins"]
+    if not (directory / PROGRESS).exists():
+        return end
+    progress = json.loads((directory / PROGRESS).read_bytes())
+    return end + (progress["records"] if progress["shard"] == len(manifest["shards"]) else 0)
+
+
+def files_of(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Size and checksum of the files of all finished shards, by name; reclaimed ones included."""
+    return {name: entry for shard in manifest["shards"] for name, entry in shard["files"].items()}
+
+
+def reclaimable(manifest: dict[str, Any], position: int) -> int:
+    """How many of the first shards have no record of a position from this one on."""
+    return sum(shard["first"] + shard["records"] <= position for shard in manifest["shards"])
+
+
+def mark_reclaimed(directory: Path, shards: int) -> None:
+    """Say in the manifest that the files of the first shards are not there.
+
+    Whoever removes them does so afterwards: until then they are merely not read.
+    """
+    with cache_lock(directory):
+        manifest = read_manifest(directory)
+        if shards > manifest.get("reclaimed", 0):
+            write_json(directory / MANIFEST, manifest | {"reclaimed": shards})
+
+
+def lock_path(directory: Path) -> Path:
+    """The file that whoever writes a cache has locked."""
+    return directory.with_name(directory.name + ".lock")
+
+
+def cache_lock(directory: Path) -> Lock:
+    """The lock of whoever writes a cache."""
+    return Lock(lock_path(directory), f"{directory}: another process is writing this cache")
+
+
 class CacheWriter:
     """Makes a cache, or goes on with one, in order of positions. Use as a context manager.
 
@@ -205,10 +294,7 @@ class CacheWriter:
         shard_tokens: int = 2**20,
     ):
         self.directory, self.stream, self.shard_tokens = directory, stream, shard_tokens
-        self._lock = Lock(
-            directory.with_name(directory.name + ".lock"),
-            f"{directory}: another process is writing this cache",
-        )
+        self._lock = cache_lock(directory)
         self._files: dict[str, ArrayFile] = {}
         # As it is read back, where tuples are lists.
         description = json.loads(json.dumps(description))
@@ -357,7 +443,8 @@ class TeacherCache:
         data: the data directory whose training tokens they are about.
         stream: those tokens.
         first: first position that will be asked for.
-        stop: position after the last one. Shards outside are not looked at, and may be gone.
+        stop: position after the last one. Shards outside are not looked at, and may be gone; so may
+            reclaimed ones within, as long as nothing of them is asked for.
         verify: compare the checksums of all files that will be read.
 
     Raises:
@@ -375,6 +462,8 @@ class TeacherCache:
         verify: bool = True,
     ):
         self.directory = directory
+        # Position after the last one that can be read.
+        self.stop = stop
         self.manifest = manifest = read_manifest(directory)
         self.format = format_of(manifest)
         theirs, ours = manifest["tokenizer"], tokenizer_digest(data)
@@ -397,17 +486,21 @@ class TeacherCache:
             for number, shard in enumerate(shards)
             if shard["first"] < stop and shard["first"] + shard["records"] > first
         ]
-        self._check_files({k: v for n in used for k, v in shards[n]["files"].items()}, verify)
-        self._check_tokens(stream, [shards[n] for n in used])
+        # Without the key nothing was reclaimed.
+        there = [number for number in used if number >= manifest.get("reclaimed", 0)]
+        self._check_files({k: v for n in there for k, v in shards[n]["files"].items()}, verify)
+        self._check_tokens(stream, [shards[n] for n in there])
         # What must not change under a run; the records shard by shard, so that those of a longer
         # range begin with those of a shorter one.
         self.fingerprint: dict[str, str | list[str]] = {
             "teacher": _digest([manifest[key] for key in _DESCRIPTION]),
             "teacher records": [_digest(shards[number]) for number in used],
         }
-        self._starts = np.array([shards[n]["first"] for n in used], np.int64)
-        self._stops = self._starts + [shards[n]["records"] for n in used]
-        self._shards = [self._map(number) for number in used]
+        self._starts = np.array([shards[n]["first"] for n in there], np.int64)
+        self._stops = self._starts + np.array([shards[n]["records"] for n in there], np.int64)
+        self._shards = [self._map(number) for number in there]
+        # The first position that can be read.
+        self.readable_from = int(self._starts[0]) if there else stop
 
     def _check_files(self, files: dict[str, Any], verify: bool) -> None:
         expected = {name: FileSum(**entry) for name, entry in files.items()}
@@ -475,6 +568,12 @@ class TeacherCache:
             `teacher_ids` [N, T, k], `teacher_log_probs` [N, T, k], `teacher_log_tail` [N, T], in
             the types of the cache.
         """
+        first = int(start[length > 0].min(initial=self.stop))
+        if first < self.readable_from:
+            raise UserError(
+                f"{self.directory}: the record of position {first:,} was reclaimed: the first that "
+                f"is left is that of {self.readable_from:,}; make the cache again"
+            )
         k, dtypes = self.format.k, self.format.dtypes
         found = {
             name: np.zeros(shape if name == "log_tail" else (*shape, k), dtypes[name])

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,11 +51,15 @@ class Work:
 
 
 def work_of(
-    directory: Path, stream: TokenStream, context: Context, tokens: tuple[int, int] | None
+    directory: Path,
+    stream: TokenStream,
+    context: Context,
+    tokens: tuple[int, int] | None,
+    exact: bool = False,
 ) -> Work:
     """What is to be done for a range of training tokens; None is all of them.
 
-    Finished shards alone count as done.
+    Finished shards alone count as done. See :func:`cache_teacher` for `exact`.
 
     Raises:
         UserError: the range holds nothing to predict.
@@ -66,6 +71,8 @@ def work_of(
             f"within"
         )
     spans = context.spans(stream, first, stop)
+    if exact:
+        spans = spans.before(stop + 1)
     if not len(spans):
         raise UserError(f"{directory.parent}: no token to predict in {first:,} to {stop:,}")
     done = covered(read_manifest(directory))[1] if (directory / "manifest.json").exists() else 0
@@ -88,32 +95,38 @@ def check_space(directory: Path, needed: int) -> None:
 def cache_teacher(
     data: DataDirectory,
     teacher: Teacher,
-    name: str,
+    directory: Path,
     form: CacheFormat,
     tokens: tuple[int, int] | None = None,
     shard_tokens: int = 2**20,
-) -> Path:
+    *,
+    exact: bool = False,
+    stopping: Callable[[], bool] = lambda: False,
+) -> bool:
     """Make a cache, or go on with it; the same call after a kill gives the same bytes.
 
     Args:
         data: the data directory.
         teacher: predicts its training tokens.
-        name: of the cache.
+        directory: of the cache, see :func:`cache_directory`.
         form: size and types of its records.
         tokens: range [first, stop) of the training tokens whose targets are predicted, the last
             one's included where it is there; None takes all.
         shard_tokens: records of a shard.
+        exact: end with the record of the last target of packed rows that end with the range, in the
+            middle of a document or of the teacher's row if need be. What a later call adds begins
+            there, so that shards end where ranges do; records are the same.
+        stopping: asked between groups; once it says so, everything is saved and left.
 
     Returns:
-        The folder.
+        Whether the range is whole: not where `stopping` ended it.
 
     Raises:
         UserError: see :class:`CacheWriter`; a range that is not there.
         Failure: too little room on the disk.
     """
-    directory = cache_directory(data, name)
     stream = data.stream("train")
-    work = work_of(directory, stream, teacher.context, tokens)
+    work = work_of(directory, stream, teacher.context, tokens, exact)
     check_space(directory, work.left.records * form.bytes_per_token)
     description = {
         "teacher": teacher.identity,
@@ -126,18 +139,24 @@ def cache_teacher(
     }
     with CacheWriter(directory, description, stream, work.first, shard_tokens) as writer:
         left = work.spans.after(writer.position)
-        _write(writer, teacher, left, work)
+        if not _write(writer, teacher, left, work, stopping):
+            return False
         writer.finish()
-    return directory
+    return True
 
 
-def _write(writer: CacheWriter, teacher: Teacher, left: Spans, work: Work) -> None:
+def _write(
+    writer: CacheWriter, teacher: Teacher, left: Spans, work: Work, stopping: Callable[[], bool]
+) -> bool:
     total = work.stop - work.first
     began = committed = time.monotonic()
     read = 0
     title = f"Predicting by {teacher.identity['name']} (tokens)"
     with progress(title, total, total - left.records) as advance:
         for group in left.groups(teacher.group):
+            if stopping():
+                writer.commit()
+                return False
             writer.append(*teacher.predict(writer.stream, group))
             read += group.records
             now = time.monotonic()
@@ -145,6 +164,7 @@ def _write(writer: CacheWriter, teacher: Teacher, left: Spans, work: Work) -> No
             if now - committed > _COMMIT_SECONDS or writer.full:
                 writer.commit()
                 committed = now
+    return True
 
 
 def verify(data: DataDirectory, directory: Path) -> TeacherCache:

@@ -33,6 +33,11 @@ class Spans:
         kept = slice(int(np.searchsorted(self.stops, position, side="right")), None)
         return Spans(self.starts[kept], self.stops[kept], np.maximum(self.first[kept], position))
 
+    def before(self, position: int) -> "Spans":
+        """The spans with records before a position, the last of them cut to those."""
+        kept = self.first < position
+        return Spans(self.starts[kept], np.minimum(self.stops[kept], position), self.first[kept])
+
     def groups(self, size: int) -> Iterator["Spans"]:
         """Consecutive spans, `size` at a time."""
         for start in range(0, len(self), size):

@@ -2,15 +2,23 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jaxlm.config import Config
 from jaxlm.data.teacher import CacheFormat
 from jaxlm.distillation.contexts import Context
-from jaxlm.distillation.teachers import import_library, read_hugging_face_config
+from jaxlm.distillation.settings import TeacherConfig
+from jaxlm.distillation.teachers import (
+    context_of,
+    depth_of,
+    import_library,
+    read_hugging_face_config,
+)
 from jaxlm.memory.devices import Device
 from jaxlm.models.flops import flops_per_token
 from jaxlm.models.match import stored_parameters
+from jaxlm.training.loading import load_resolved
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes a parameter of matrices that bitsandbytes quantises: 8 bits; 4 bits and a float32 scale for
@@ -72,6 +80,34 @@ class CachePlan:
     def days(self, share: float) -> float:
         """Days at a share of the device's dense bf16 peak."""
         return self.flops / (share * self.device.peak_flops) / 86_400
+
+
+def size_of(teacher: TeacherConfig) -> TeacherSize:
+    """The size of a teacher.
+
+    Raises:
+        UserError: there is no such teacher; :func:`size_of_hugging_face`.
+    """
+    if teacher.run is not None:
+        directory = Path(teacher.run)
+        config = load_resolved(directory)
+        depth = depth_of(config, teacher.depth, directory)
+        return size_of_run(config, depth, context_of(teacher))
+    assert teacher.hf is not None
+    return size_of_hugging_face(
+        teacher.hf,
+        teacher.revision,
+        teacher.weights,
+        teacher.quantization,
+        None if teacher.parameters is None else round(teacher.parameters),
+    )
+
+
+def logits_bytes(teacher: TeacherConfig, size: TeacherSize, vocabulary_size: int) -> int:
+    """Bytes of the logits that exist at one time."""
+    if teacher.run is not None:  # no more than those of a chunk, in float32
+        return 4 * teacher.chunk_tokens * vocabulary_size
+    return 2 * teacher.rows * context_of(teacher).length * (size.vocabulary or vocabulary_size)
 
 
 def size_of_run(config: Config, depth: int | None, context: Context) -> TeacherSize:

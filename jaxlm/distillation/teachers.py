@@ -20,13 +20,14 @@ from jax import Array
 from jaxlm.config import Config, ModelConfig
 from jaxlm.data.pipeline import Batch, PackedRows
 from jaxlm.data.shards import DataDirectory, TokenStream
-from jaxlm.data.teacher import pieces_of, refuse_other_vocabulary, vocabulary_fingerprint
+from jaxlm.data.teacher import Vocabulary, refuse_other_vocabulary, vocabulary_of
 from jaxlm.distillation.contexts import Context, DocumentContext, PackedContext, Spans
+from jaxlm.distillation.settings import TeacherConfig
 from jaxlm.errors import UserError
 from jaxlm.evaluation.evaluate import model_inputs
 from jaxlm.losses import TeacherRecords, top_log_probabilities
 from jaxlm.models.build import Params, apply
-from jaxlm.training.loading import load_weights
+from jaxlm.training.loading import load_resolved, load_weights, read_fingerprint
 from jaxlm.training.manifest import MANIFEST
 
 # Batches of windows that are sorted by length together, so that little of a batch is padding.
@@ -63,6 +64,86 @@ class Teacher(ABC):
     @abstractmethod
     def predict(self, stream: TokenStream, spans: Spans) -> Records:
         """Records of all positions of a group of consecutive spans."""
+
+
+# ---------------------------------------------------------------- by settings
+
+
+def context_of(teacher: TeacherConfig) -> Context:
+    """What a teacher sees.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    if teacher.run is not None:
+        length = teacher.length or load_resolved(Path(teacher.run)).data.sequence_length
+        return PackedContext(length)
+    length = teacher.length or 2048
+    return DocumentContext(length, length // 8 if teacher.overlap is None else teacher.overlap)
+
+
+def check_teacher(teacher: TeacherConfig, vocabulary: Vocabulary) -> None:
+    """Find out, before weights are loaded, whether a teacher can predict tokens of a vocabulary.
+
+    Raises:
+        UserError: there is no such teacher, it has another vocabulary, or settings that do not go
+            with it.
+    """
+    if teacher.k > vocabulary.size:
+        raise UserError(f"k is {teacher.k}: the vocabulary has {vocabulary.size:,} entries")
+    if teacher.run is not None:
+        directory = Path(teacher.run)
+        depth_of(load_resolved(directory), teacher.depth, directory)
+        _refuse_other_tokenizer(directory, read_fingerprint(directory), vocabulary)
+        return
+    assert teacher.hf is not None
+    _refuse_long_windows(teacher.hf, teacher.revision, context_of(teacher).length)
+    _refuse_other_pieces(teacher.hf, teacher.revision, vocabulary)
+
+
+def load_teacher(
+    teacher: TeacherConfig,
+    data: DataDirectory,
+    update: int | None = None,
+    device_map: str | None = None,
+) -> Teacher:
+    """A teacher that is ready to predict the training tokens of a data directory.
+
+    Args:
+        teacher: settings.
+        data: the tokens.
+        update: which checkpoint of a run; None takes the newest.
+        device_map: where the weights of a model of Hugging Face go.
+
+    Raises:
+        UserError: as :func:`load_jaxlm` and :func:`load_hugging_face`.
+    """
+    if teacher.run is not None:
+        return load_jaxlm(
+            Path(teacher.run),
+            data,
+            update=update,
+            depth=teacher.depth,
+            length=teacher.length,
+            k=teacher.k,
+            batch_rows=teacher.rows,
+            chunk_tokens=teacher.chunk_tokens,
+        )
+    context = context_of(teacher)
+    assert teacher.hf is not None
+    assert isinstance(context, DocumentContext)
+    return load_hugging_face(
+        teacher.hf,
+        data,
+        revision=teacher.revision,
+        dtype=teacher.weights,
+        quantization=teacher.quantization,
+        device_map=device_map,
+        context=context,
+        k=teacher.k,
+        batch_rows=teacher.rows,
+        chunk_tokens=teacher.chunk_tokens,
+    )
 
 
 # ---------------------------------------------------------------- a run of jaxlm
@@ -154,6 +235,19 @@ def depth_of(config: Config, depth: int | None, directory: Path) -> int | None:
     return None
 
 
+def _refuse_other_tokenizer(
+    directory: Path, theirs: dict[str, Any], vocabulary: Vocabulary
+) -> None:
+    """Refuse a run whose tokenizer is not that of the data, given the fingerprint of its own."""
+    ours = vocabulary.meaning
+    if any(theirs[field] != ours[field] for field in ("tokenizer", "vocabulary")):
+        raise UserError(
+            f"{vocabulary.source}: its tokenizer ({ours['tokenizer'][:16]}, {ours['vocabulary']}) "
+            f"is not that of {directory} ({theirs['tokenizer'][:16]}, {theirs['vocabulary']}); "
+            f"prepare the data with the teacher's tokenizer"
+        )
+
+
 def load_jaxlm(
     directory: Path,
     data: DataDirectory,
@@ -180,16 +274,8 @@ def load_jaxlm(
     Raises:
         UserError: no run, or one of another tokenizer.
     """
-    run = load_weights(directory, update)
-    theirs, ours = run.data_fingerprint, data.fingerprint()
-    for field in ("tokenizer", "vocabulary"):
-        if theirs[field] != ours[field]:
-            raise UserError(
-                f"{data.directory}: its tokenizer ({ours['tokenizer'][:16]}, {ours['vocabulary']}) "
-                f"is not that of {directory} ({theirs['tokenizer'][:16]}, {theirs['vocabulary']}); "
-                f"prepare the data with the teacher's tokenizer"
-            )
-    pieces = pieces_of(data)
+    run, vocabulary = load_weights(directory, update), vocabulary_of(data)
+    _refuse_other_tokenizer(directory, run.data_fingerprint, vocabulary)
     depth = depth_of(run.config, depth, directory)
     manifest = directory / "checkpoints" / str(run.update) / MANIFEST
     weights = hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
@@ -209,9 +295,7 @@ def load_jaxlm(
             "weights": weights,
             "depth": depth,
         },
-        vocabulary=(
-            None if pieces is None else vocabulary_fingerprint(pieces, data.vocabulary_size)
-        ),
+        vocabulary=vocabulary.fingerprint,
     )
 
 
@@ -350,14 +434,9 @@ def load_hugging_face(
             longer than the model reads.
     """
     torch, transformers = import_library("torch"), import_library("transformers")
-    settings = read_hugging_face_config(name, revision).get_text_config()
-    limit = getattr(settings, "max_position_embeddings", None)
-    if limit is not None and context.length > limit:
-        raise UserError(f"--length {context.length}: {name} reads at most {limit:,} tokens")
+    _refuse_long_windows(name, revision, context.length)
+    vocabulary = _refuse_other_pieces(name, revision, vocabulary_of(data))
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=revision)
-        pieces = {i: piece for piece, i in tokenizer.get_vocab().items()}
-        vocabulary = refuse_other_vocabulary(data, name, pieces)
         options: dict[str, Any] = {"revision": revision, "dtype": getattr(torch, dtype)}
         if device_map is None and torch.cuda.is_available():
             device_map = "auto"
@@ -366,8 +445,6 @@ def load_hugging_face(
         if quantization is not None:
             options["quantization_config"] = transformers.BitsAndBytesConfig(**quantization)
         model = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
-    except UserError:
-        raise
     except (OSError, ValueError, ImportError, TypeError) as error:
         raise UserError(f"{name}: cannot be loaded ({' '.join(str(error).split())})") from None
     model.eval()
@@ -390,6 +467,26 @@ def load_hugging_face(
         },
         vocabulary=vocabulary,
     )
+
+
+def _refuse_long_windows(name: str, revision: str | None, length: int) -> None:
+    """Refuse windows that are longer than a model of Hugging Face reads."""
+    settings = read_hugging_face_config(name, revision).get_text_config()
+    limit = getattr(settings, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise UserError(f"length {length}: {name} reads at most {limit:,} tokens")
+
+
+def _refuse_other_pieces(name: str, revision: str | None, vocabulary: Vocabulary) -> str:
+    """The fingerprint of the vocabulary that data and a model of Hugging Face share."""
+    transformers = import_library("transformers")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=revision)
+        pieces = {i: piece for piece, i in tokenizer.get_vocab().items()}
+    except (OSError, ValueError, ImportError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"{name}: its tokenizer cannot be loaded ({text})") from None
+    return refuse_other_vocabulary(vocabulary, name, pieces)
 
 
 def read_hugging_face_config(name: str, revision: str | None) -> Any:

@@ -1,5 +1,7 @@
 """The cycles of a study: prepare, train and evaluate each model, compare, report, reclaim.
 
+Where models learn from a teacher, what it predicts is cached before they are trained.
+
 Every phase begins by asking the journal whether it was done, does what is left of it, and ends by
 saying so there; the work itself (preparing, training, removing) can be repeated or continues where
 it was. So a study that was killed anywhere goes on with the same command, and what it does then is
@@ -24,6 +26,19 @@ from jaxlm.console import console
 from jaxlm.data.pipeline import validation_stream
 from jaxlm.data.prepare import prepare
 from jaxlm.data.shards import DataDirectory
+from jaxlm.data.teacher import (
+    MANIFEST,
+    covered,
+    files_of,
+    format_of,
+    mark_reclaimed,
+    read_manifest,
+    reclaimable,
+    vocabulary_of,
+    vocabulary_of_file,
+)
+from jaxlm.distillation.contexts import PackedContext
+from jaxlm.distillation.teachers import check_teacher, context_of
 from jaxlm.environment import PACKAGES
 from jaxlm.errors import Failure, UserError
 from jaxlm.evaluation.evaluate import unigram_cross_entropy
@@ -34,7 +49,8 @@ from jaxlm.study.journal import Journal
 from jaxlm.study.plan import disk_needs
 from jaxlm.study.report import write_report
 from jaxlm.study.settings import Study, changes, run_name
-from jaxlm.study.worker import STOPPED, EvaluationSet, Job
+from jaxlm.study.teacher import unseen
+from jaxlm.study.worker import STOPPED, EvaluationSet, Job, TeacherJob
 from jaxlm.training.manifest import damage_text, inspect
 from jaxlm.training.metrics import BLOCKS
 
@@ -162,6 +178,8 @@ class Cycles:
             if self.journal.find("cycle", cycle=cycle):
                 continue
             self._prepare(cycle)
+            if self.study.teacher is not None:
+                self._cache(cycle)
             for model, seed in self.study.runs:
                 self._train(cycle, model, seed)
             self._compare(cycle)
@@ -180,6 +198,7 @@ class Cycles:
         if begun is not None and begun["settings"] != _plain(self.study.tree()):
             self.journal.append("settings", settings=self.study.tree())
         if begun is None:
+            self._check_teacher()
             self._require_room(needs.peak, f"the study at its fullest ({needs.text()})")
             self.journal.append(
                 "study",
@@ -189,6 +208,29 @@ class Cycles:
                 platform=platform.platform(),
             )
         write_atomically(self.directory / "study.yaml", self.study.yaml())
+
+    def _check_teacher(self) -> None:
+        """Refuse, before anything is prepared, a teacher that cannot teach this study's models."""
+        study, teacher = self.study, self.study.teacher
+        if teacher is None:
+            return
+        context, size = context_of(teacher), study.config.tokens_per_cycle
+        if isinstance(context, PackedContext) and size % context.length:
+            low = size // context.length * context.length
+            raise UserError(
+                f"teacher: study.tokens_per_cycle ({size:,}) is no multiple of the rows that it "
+                f"reads ({context.length:,} tokens); the nearest are {low:,} and "
+                f"{low + context.length:,}, or set teacher.length"
+            )
+        if study.own_data:
+            settings = study.first.prepare
+            assert settings.tokenizer is not None
+            path = Path(settings.tokenizer)
+            vocabulary = vocabulary_of_file(path, settings.end_token, settings.begin_token)
+        else:
+            vocabulary = vocabulary_of(DataDirectory(study.data_directory, verify=False))
+        check_teacher(teacher, vocabulary)
+        print(unseen(study), flush=True)
 
     def _require_room(self, needed: int, what: str) -> None:
         """Refuse to begin something that the disk, or the study's share of it, cannot hold."""
@@ -282,6 +324,64 @@ class Cycles:
             first, data=dataclasses.replace(first.data, directory=str(self.study.data_directory))
         )
 
+    # ------------------------------------------------------------------ teacher
+
+    def _cache(self, cycle: int) -> None:
+        """Bring the teacher's predictions for the cycle's tokens, in a process of its own."""
+        if self.journal.find("cached", cycle=cycle):
+            return
+        study, directory, began = self.study, self.study.teacher_directory, time.time()
+        assert study.teacher is not None
+        until = cycle * study.config.tokens_per_cycle
+        before = self._cached(directory)
+        if before < until + 1:  # a study may have been killed after the last of them
+            self._say(cycle, f"{study.teacher.cache_name} predicts tokens up to {until:,}")
+            needs = disk_needs(study)
+            left = (until + 1 - before) * needs.teacher_record
+            self._require_room(min(left, needs.teacher_window), "its teacher's predictions")
+            job = TeacherJob(study.teacher, study.data_directory, until, directory)
+            path = self.directory / "jobs" / "teacher.json"
+            job.write(path)
+            self._launch(path, f"{directory}: predicting", "where it was")
+            if self._cached(directory) != until + 1:
+                raise Failure(
+                    f"{directory}: reaches position {self._cached(directory):,}, expected "
+                    f"{until + 1:,}"
+                )
+        manifest, first = read_manifest(directory), self.journal.find("cached", cycle=1)
+        recorded = {name for e in self.journal.all("cached") for name in e["files"]}
+        folder = directory.relative_to(self.directory).as_posix()
+        files = {f"{folder}/{name}": entry for name, entry in files_of(manifest).items()}
+        self.journal.append(
+            "cached",
+            cycle=cycle,
+            until=until,
+            teacher=manifest["teacher"],
+            context=manifest["context"],
+            k=manifest["k"],
+            dtype=manifest["dtype"],
+            bytes_per_token=format_of(manifest).bytes_per_token,
+            unseen=unseen(study) if first is None else first["unseen"],
+            files={name: entry for name, entry in files.items() if name not in recorded},
+            seconds=time.time() - began,
+        )
+
+    @staticmethod
+    def _cached(directory: Path) -> int:
+        """Position after the last record of the finished shards of a cache."""
+        return covered(read_manifest(directory))[1] if (directory / MANIFEST).exists() else 0
+
+    def _launch(self, job: Path, what: str, goes_on: str) -> None:
+        """Have a job done in a process of its own."""
+        code = self.launch(job)
+        if code == STOPPED:
+            raise StoppedError(None)
+        if code != 0:
+            said = "what it said stands above; " if code > 0 else f"by signal {-code}; "
+            raise Failure(
+                f"{what} ended with exit code {code}; {said}the same command goes on {goes_on}"
+            )
+
     # ------------------------------------------------------------------ training
 
     def _train(self, cycle: int, model: str, seed: int) -> None:
@@ -305,15 +405,7 @@ class Cycles:
         path = self.directory / "jobs" / f"{name}.json"
         job.write(path)
         began = time.time()
-        code = self.launch(path)
-        if code == STOPPED:
-            raise StoppedError(None)
-        if code != 0:
-            said = "what it said stands above; " if code > 0 else f"by signal {-code}; "
-            raise Failure(
-                f"{name}: training or evaluation ended with exit code {code}; {said}the same "
-                f"command goes on from its last checkpoint"
-            )
+        self._launch(path, f"{name}: training or evaluation", "from its last checkpoint")
         result = json.loads(job.result.read_text(encoding="utf-8"))
         if result["update"] != until:
             raise Failure(f"{name}: stands at update {result['update']}, expected {until}")
@@ -441,9 +533,12 @@ class Cycles:
     # ------------------------------------------------------------------ reclaiming
 
     def _reclaim(self, cycle: int) -> None:
-        """Remove tokens that no run will read again, once that is sure."""
+        """Remove tokens, and what was predicted for them, that no run will read again.
+
+        Once that is sure. Data that were prepared elsewhere stay; a teacher's cache is the study's.
+        """
         study = self.study
-        if not (study.own_data and study.config.reclaim):
+        if not study.config.reclaim or not (study.own_data or study.teacher):
             return
         if self.journal.find("reclaimed", cycle=cycle):
             return
@@ -458,21 +553,42 @@ class Cycles:
                         f"{run_name(model, seed)}: checkpoint {update} is not the one that was "
                         f"verified after training; nothing is reclaimed"
                     )
-            data = DataDirectory(study.data_directory, verify=False)
-            recorded = {
-                n: e for event in self.journal.all("prepared") for n, e in event["files"].items()
-            }
+            events = [*self.journal.all("prepared"), *self.journal.all("cached")]
+            recorded = {n: e for event in events for n, e in event["files"].items()}
             gone = {n for event in self.journal.all("reclaiming") for n in event["files"]}
-            paths = data.reclaimable(cycle * study.config.tokens_per_cycle)
-            names = [path.relative_to(self.directory).as_posix() for path in paths]
+            names, shards = self._reclaimable(cycle)
             unknown = [name for name in names if name not in recorded]
             if unknown:
                 raise Failure(f"{self.directory}: {unknown[0]} is not in the journal")
             files = {name: recorded[name] for name in names if name not in gone}
             check_removable(self.directory, files)
-            begun = self.journal.append("reclaiming", cycle=cycle, files=files, shards=len(names))
+            begun = self.journal.append("reclaiming", cycle=cycle, files=files, **shards)
         files = check_removable(self.directory, begun["files"])
-        DataDirectory(study.data_directory, verify=False).mark_reclaimed(begun["shards"])
+        if study.own_data:
+            DataDirectory(study.data_directory, verify=False).mark_reclaimed(begun["shards"])
+        if study.teacher is not None:
+            mark_reclaimed(study.teacher_directory, begun["teacher_shards"])
         freed = remove(self.directory, files)
         self.journal.append("reclaimed", cycle=cycle, bytes=freed)
-        self._say(cycle, f"reclaimed {len(files)} shards, {size_text(freed)}")
+        self._say(cycle, f"reclaimed {len(files)} files, {size_text(freed)}")
+
+    def _reclaimable(self, cycle: int) -> tuple[list[str], dict[str, int]]:
+        """Files that hold nothing of later cycles, by path; how many shards of each kind they are.
+
+        Those that were removed already are among them.
+        """
+        study, names, shards = self.study, [], {}
+        tokens = cycle * study.config.tokens_per_cycle
+        if study.own_data:
+            paths = DataDirectory(study.data_directory, verify=False).reclaimable(tokens)
+            names += [path.relative_to(self.directory).as_posix() for path in paths]
+            shards["shards"] = len(paths)
+        if study.teacher is not None:
+            folder = study.teacher_directory.relative_to(self.directory).as_posix()
+            manifest = read_manifest(study.teacher_directory)
+            # A cycle's last record is that of its last target, the next cycle's first token.
+            count = reclaimable(manifest, tokens + 1)
+            for shard in manifest["shards"][:count]:
+                names += [f"{folder}/{name}" for name in shard["files"]]
+            shards["teacher_shards"] = count
+        return names, shards

@@ -15,8 +15,12 @@ from typing import Any
 from jaxlm.errors import Failure, UserError
 from jaxlm.files import FileSum, sha256_of
 
-# What may ever be removed: shards of training tokens that the study prepared itself.
-_SHARD = re.compile(r"data/train/tokens-\d{5,}\.npy")
+# What may ever be removed: shards of training tokens that the study prepared itself, and of what
+# its teacher predicts for them.
+_SHARD = re.compile(
+    r"data/train/tokens-\d{5,}\.npy"
+    r"|(data/)?teacher-[A-Za-z0-9][A-Za-z0-9._-]*/(ids|log_probs|log_tail)-\d{5,}\.npy"
+)
 
 
 def refuse_links(directory: Path) -> None:
@@ -64,8 +68,8 @@ def check_removable(study: Path, files: dict[str, Any]) -> dict[str, FileSum]:
         files: size and checksum by path below it.
 
     Raises:
-        Failure: anything but a shard of the study's own training tokens, or a file that is there
-            and is not what was recorded.
+        Failure: anything but a shard of the study's own training tokens or of its teacher's cache,
+            or a file that is there and is not what was recorded.
     """
     checked = {}
     for name, entry in files.items():

@@ -9,6 +9,7 @@ import jax
 from jaxlm.config import Config
 from jaxlm.data.shards import DataDirectory, token_dtype
 from jaxlm.data.tokenizer import read_tokenizer
+from jaxlm.distillation.planning import size_of
 from jaxlm.files import size_text
 from jaxlm.memory.devices import Device
 from jaxlm.models.flops import flops_per_token
@@ -40,7 +41,10 @@ class DiskNeeds:
     tokens: int
     # Validation tokens, ends of documents, and the journal of the preparation.
     beside_tokens: int
-    # Teacher's log-probabilities beside the tokens.
+    # The teacher's record of a token, and the records of a cycle; 0 without a teacher.
+    teacher_record: int
+    teacher_window: int
+    # The teacher's records that are there at one time.
     teacher: int
     # The largest checkpoint.
     checkpoint: int
@@ -115,6 +119,10 @@ def disk_needs(study: Study) -> DiskNeeds:
         a_document += _BYTES_NEAR_DUPLICATES if first.prepare.near_duplicates else 0
         beside = round(study.tokens * share * item)
         beside += study.tokens * a_document // _TOKENS_A_DOCUMENT
+    record = 0 if study.teacher is None else study.teacher.form(vocabulary).bytes_per_token
+    # A cycle's shards end with its tokens.
+    records_of_cycle = config.tokens_per_cycle * record
+    teacher = records_of_cycle if config.reclaim else config.cycles * records_of_cycle
     checkpoints, largest = {}, 0
     seeds = len(config.seeds)
     for name, model in study.models.items():
@@ -123,7 +131,9 @@ def disk_needs(study: Study) -> DiskNeeds:
         checkpoints[name] = one * seeds * (model.checkpoint.keep + _BEST_AND_BEING_WRITTEN)
     rows = first.training.window_rows
     records = study.updates * (_BYTES_AN_UPDATE + _BYTES_A_ROW * rows) * len(study.runs)
-    return DiskNeeds(window, tokens, beside, 0, largest, checkpoints, records)
+    return DiskNeeds(
+        window, tokens, beside, record, records_of_cycle, teacher, largest, checkpoints, records
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +153,8 @@ class PhaseTime:
 def phase_times(study: Study, device: Device) -> list[PhaseTime]:
     """Lower bounds of the time of each phase of a cycle on a device.
 
-    Training and evaluation at the device's dense bf16 peak, so that no run is faster; preparing at
-    the speed of docs/data.md on two cores.
+    Training, evaluation and a teacher's predictions at the device's dense bf16 peak, so that none
+    is faster; preparing at the speed of docs/data.md on two cores.
     """
     config, times = study.config, []
     vocabulary = vocabulary_of(study)
@@ -152,6 +162,16 @@ def phase_times(study: Study, device: Device) -> list[PhaseTime]:
         seconds = config.tokens_per_cycle * _BYTES_A_TOKEN / _BYTES_A_SECOND
         basis = f"{_BYTES_A_SECOND / 1e6:.2f} MB/s, {_BYTES_A_TOKEN} bytes a token"
         times.append(PhaseTime("prepare", None, seconds, basis))
+    if study.teacher is not None:
+        each = size_of(study.teacher).flops
+        times.append(
+            PhaseTime(
+                "cache teacher",
+                None,
+                config.tokens_per_cycle * each / device.peak_flops,
+                f"{each:.3g} FLOP a token at {device.peak_flops / 1e12:.4g} TFLOP/s",
+            )
+        )
     share = study.first.prepare.validation_fraction
     validation = config.tokens_per_cycle * share / (1 - share)
     for name, plain in study.models.items():

@@ -80,12 +80,13 @@ def write_report(study: Study, journal: Journal, problems: list[str]) -> Written
         Section("Cycle by cycle", _by_cycle(study, figures)),
         Section("What was equal", _what_was_equal(study, journal, figures, problems)),
         Section("What differed", _what_differed(study)),
+        *([Section("Teacher", _teacher(study, journal))] if study.teacher else []),
         Section("Alarms, controllers, findings", _alarms(figures)),
         Section("Where the time went", _time(journal, figures)),
         Section("Settings and versions", _settings(study, journal)),
     ]
     directory = study.directory
-    write_json(directory / "report.json", _json(study, figures, verdicts, withheld))
+    write_json(directory / "report.json", _json(study, journal, figures, verdicts, withheld))
     write_atomically(directory / "report.md", as_markdown(title, sections))
     write_atomically(directory / "report.html", as_html(title, sections))
     lines = [f"Report after cycle {figures.cycles}: {directory / 'report.html'}"]
@@ -446,6 +447,44 @@ def _what_differed(study: Study) -> list[Block]:
     return [Table(["setting", *study.models], rows, 1 + len(study.models))]
 
 
+def _teacher(study: Study, journal: Journal) -> list[Block]:
+    """Who taught, from what, and whom."""
+    cached = journal.find("cached", cycle=1)
+    assert cached is not None
+    teacher, context = cached["teacher"], cached["context"]
+    of_weights = [
+        f"{key} {_plain(teacher[key])}"
+        for key in ("update", "revision", "depth", "quantization", "weights")
+        if teacher.get(key) is not None
+    ]
+    rows = []
+    for name, config in study.models.items():
+        on = name in study.students
+        alpha, temperature = config.distillation.alpha, config.distillation.temperature
+        rows.append(
+            [name, "yes" if on else "no", *([f"{alpha:g}", f"{temperature:g}"] if on else "--")]
+        )
+    events = journal.all("cached")
+    records, seconds = events[-1]["until"], sum(event["seconds"] for event in events)
+    return [
+        Bullets(
+            [
+                f"{teacher['name']} ({teacher['kind']}): {', '.join(of_weights)}.",
+                f"Of each position its {cached['k']} likeliest tokens and the mass of all others, "
+                f"in {cached['dtype']}: {cached['bytes_per_token']} bytes.",
+                f"It sees {context['kind']} of {context['length']:,} tokens"
+                + (f", which overlap by {context['overlap']:,}" if context["overlap"] else "")
+                + f"; students see packed rows of {study.first.data.sequence_length:,}.",
+                cached["unseen"],
+                f"Its predictions of {records:,} tokens took {seconds:,.0f} s. The FLOPs and the "
+                f"seconds of a model here include neither that nor the teacher's training.",
+            ]
+        ),
+        Table(["model", "learns from it", "alpha", "temperature"], rows, 2),
+        "Validation is the plain cross-entropy, for students and others alike.",
+    ]
+
+
 def _plain(value: Any) -> str:
     return "-" if value is None else json.dumps(value, ensure_ascii=False).strip('"')
 
@@ -631,8 +670,25 @@ def _sweep(study: Study, figures: Figures) -> list[Block]:
 # ---------------------------------------------------------------- for programs
 
 
+def _teacher_json(study: Study, journal: Journal) -> dict[str, Any]:
+    cached = journal.find("cached", cycle=1)
+    assert cached is not None
+    keys = ("teacher", "context", "k", "dtype", "bytes_per_token", "unseen")
+    return {key: cached[key] for key in keys} | {
+        "seconds": sum(event["seconds"] for event in journal.all("cached")),
+        "students": {
+            name: {
+                "alpha": study.models[name].distillation.alpha,
+                "temperature": study.models[name].distillation.temperature,
+            }
+            for name in study.students
+        },
+    }
+
+
 def _json(
     study: Study,
+    journal: Journal,
     figures: Figures,
     verdicts: dict[str, dict[int, Verdict]],
     withheld: list[str],
@@ -667,6 +723,7 @@ def _json(
                 for name, found in verdicts.items()
             },
             "equal": equal,
+            **({} if study.teacher is None else {"teacher": _teacher_json(study, journal)}),
             "models": {
                 name: {
                     "stored_parameters": model.stored,

@@ -1,14 +1,16 @@
 """Settings of a study, and the configuration of each of its runs.
 
-A study file has three parts::
+A study file has three parts, and a fourth where models learn from a teacher::
 
     study:      name, cycles, tokens per cycle, seeds, depths, ...
     settings:   of every model, as in a run's file
     models:     NAME: {config: [files of a run], settings: {what differs}}
+    teacher:    run: DIR or hf: NAME, and what is kept of its predictions
 
 or, to compare optimizers, `sweep` in place of `models`: one model, several optimizers, each with as
 many learning rates as the others. A model's settings are its files, the study's `settings` and its
-own `settings`, merged in this order; what would let models see different data is refused.
+own `settings`, merged in this order; what would let models see different data is refused. All of
+them learn from the teacher but those that set `distillation: {cache: null}`.
 """
 
 import dataclasses
@@ -36,6 +38,7 @@ from jaxlm.config import (
     to_tree,
     tree_to_yaml,
 )
+from jaxlm.distillation.settings import TeacherConfig
 from jaxlm.errors import UserError
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -47,6 +50,8 @@ DECIDED = (
     r"training\.updates",
     r"evaluation\.depths",
 )
+# And this, where there is a teacher; null leaves a model without it.
+CACHE = "distillation.cache"
 # What must be equal in all models, so that they see the same rows in the same order.
 EQUAL = (r"prepare\.(?!processes$).*", r"data\.(?!prefetch$).*")
 # What may be set otherwise when a study goes on: of the study, and of its models.
@@ -56,6 +61,8 @@ FREE_OF_MODELS = (
     r"training\.(micro_batch_rows|micro_batches|block_inputs|max_nonfinite_updates)|"
     r"evaluation\.batch_rows|(checkpoint|logging|profile|run)\..*"
 )
+# Of the teacher: where it is, and how its work is cut. Its cache knows whether it is the same.
+FREE_OF_TEACHER = r"run|batch_rows|chunk_tokens|parameters"
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -134,6 +141,8 @@ class StudyFile:
     models: dict[Name, ModelEntry] = dataclasses.field(default_factory=dict)
     # In place of models: optimizers.
     sweep: SweepConfig | None = None
+    # What models learn from beside the text; null: nothing.
+    teacher: TeacherConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +156,8 @@ class Study:
     sweep: dict[str, tuple[str, float]]
     # Updates of a cycle.
     updates_per_cycle: int
+    # What models learn from whose `distillation.cache` is not null.
+    teacher: TeacherConfig | None
 
     @property
     def directory(self) -> Path:
@@ -162,6 +173,20 @@ class Study:
     def data_directory(self) -> Path:
         """Where the tokens are."""
         return self.directory / "data" if self.own_data else Path(self.first.data.directory)
+
+    @property
+    def teacher_directory(self) -> Path:
+        """The cache of the teacher's predictions, always inside the study's folder."""
+        assert self.teacher is not None
+        parent = self.data_directory if self.own_data else self.directory
+        return parent / f"teacher-{self.teacher.cache_name}"
+
+    @property
+    def students(self) -> list[str]:
+        """The models that learn from the teacher."""
+        if self.teacher is None:
+            return []
+        return [n for n, config in self.models.items() if config.distillation.cache is not None]
 
     @property
     def first(self) -> Config:
@@ -191,6 +216,10 @@ class Study:
     def run_config(self, model: str, seed: int, validation_tokens: int) -> Config:
         """The whole configuration of a run, the same in every cycle."""
         config = self.models[model]
+        if model in self.students:
+            cache = str(self.teacher_directory)
+            distillation = dataclasses.replace(config.distillation, cache=cache)
+            config = dataclasses.replace(config, distillation=distillation)
         return dataclasses.replace(
             config,
             run=dataclasses.replace(
@@ -215,7 +244,12 @@ class Study:
             },
             "sweep": {name: list(entry) for name, entry in self.sweep.items()},
             "models": {name: to_tree(config) for name, config in self.models.items()},
+            **({} if self.teacher is None else {"teacher": self._teacher_tree()}),
         }
+
+    def _teacher_tree(self) -> dict[str, Any]:
+        fields = dataclasses.fields(TeacherConfig)
+        return {field.name: getattr(self.teacher, field.name) for field in fields}
 
     def yaml(self) -> str:
         """The text of study.yaml."""
@@ -246,7 +280,7 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         models, sweep = _sweep_models(path, file, file.sweep, places)
     else:
         models = {
-            name: _model(file.study, entry, [("settings",), ("models", name, "settings")], places)
+            name: _model(file, entry, [("settings",), ("models", name, "settings")], places)
             for name, entry in file.models.items()
         }
         sweep = {}
@@ -263,7 +297,23 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     if len(set(names)) < len(names):
         raise UserError(f"{path}: two runs would be called alike ({', '.join(names)}); rename one")
     _refuse_unequal(path, models)
-    return Study(config, models, sweep, _updates_per_cycle(path, config, models))
+    updates = _updates_per_cycle(path, config, models)
+    study = Study(config, models, sweep, updates, file.teacher)
+    if file.teacher is not None:
+        _refuse_without_use(path, study)
+    return study
+
+
+def _refuse_without_use(path: Path, study: Study) -> None:
+    """Refuse a teacher that nobody learns from, or whose tokenizer the data cannot have."""
+    if not study.students:
+        raise UserError(f"{path}: teacher: no model learns from it; remove it, or a cache: null")
+    if study.own_data and study.first.prepare.tokenizer is None:
+        raise UserError(
+            f"{path}: teacher: ids must mean the same to it; set prepare.tokenizer in the study's "
+            f"settings to its tokenizer's file (of a run, tokenizer.json or tokenizer.model in its "
+            f"data.directory)"
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -291,19 +341,20 @@ def _sweep_models(
                 ("sweep", "model", "settings"),
                 ("sweep", "optimizers", name, "settings"),
             ]
-            config = _model(file.study, sweep.model, layers, places, {"learning_rate": rate})
+            config = _model(file, sweep.model, layers, places, {"learning_rate": rate})
             models[model], chosen[model] = config, (name, rate)
     return models, chosen
 
 
 def _model(
-    study: StudyConfig,
+    file: StudyFile,
     entry: ModelEntry,
     layers: list[tuple[str, ...]],
     places: tuple[dict[str, Any], dict[str, str]],
     optim: dict[str, Any] | None = None,
 ) -> Config:
     """The settings of a model: its files, then those of the study file in the order of `layers`."""
+    study = file.study
     tree, where = places
     found = [read_yaml(path) for path in entry.config]
     of_study = []
@@ -322,6 +373,8 @@ def _model(
     }
     if optim is not None:
         decided["optim"] = optim
+    if file.teacher is not None and not _without_teacher(of_study):
+        decided["distillation"] = {"cache": f"teacher-{file.teacher.cache_name}"}
     config = from_tree(*merged([*found, *of_study, (decided, {})]))
     for part, at in of_study:
         _refuse_decided(part, at, bool(config.prepare.inputs))
@@ -340,6 +393,19 @@ def _model(
         return dataclasses.replace(config, data=data, training=training)
     except ValueError as error:
         raise UserError(f"{error}; the study has {updates} updates") from None
+
+
+def _without_teacher(of_study: Sequence[tuple[dict[str, Any], dict[str, str]]]) -> bool:
+    """Whether the study's settings of a model say `distillation: {cache: null}`."""
+    found = [leaves(part).get(CACHE, "") for part, _ in of_study]
+    for (_, at), cache in zip(of_study, found, strict=True):
+        if cache not in ("", None):
+            place = f"{at[CACHE]}: " if at.get(CACHE) else ""
+            raise UserError(
+                f"{place}'{CACHE}' is decided by the study, which has a teacher; remove it, or set "
+                f"it to null for a model that does without"
+            )
+    return None in found
 
 
 def leaves(tree: Any, path: str = "") -> dict[str, Any]:
@@ -429,17 +495,18 @@ def changes(stored: dict[str, Any], study: Study) -> list[str]:
     """What of a stored :meth:`Study.tree` is otherwise now and may not be, line by line."""
     now = json.loads(json.dumps(study.tree()))
     lines = []
-    for part in ("study", "sweep", "models"):
+    free = {"study": FREE_OF_STUDY, "teacher": FREE_OF_TEACHER}
+    for part in ("study", "sweep", "models", "teacher"):
         if part == "models" and list(stored[part]) == list(now[part]):
             pairs = [(f"models.{name}", stored[part][name], now[part][name]) for name in now[part]]
         else:
-            pairs = [(part, stored[part], now[part])]
+            pairs = [(part, stored.get(part, {}), now.get(part, {}))]
         for prefix, was, found in pairs:
-            old, new = leaves(was), leaves(found)
+            old, new = (leaves(tree) if tree else {} for tree in (was, found))
             lines += [
                 f"{prefix}.{key}: was {old.get(key)!r}, is {new.get(key)!r}"
                 for key in dict.fromkeys((*old, *new))
                 if old.get(key) != new.get(key)
-                and not re.fullmatch(FREE_OF_STUDY if part == "study" else FREE_OF_MODELS, key)
+                and not re.fullmatch(free.get(part, FREE_OF_MODELS), key)
             ]
     return lines

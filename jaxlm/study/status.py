@@ -4,6 +4,8 @@ import dataclasses
 import time
 
 from jaxlm.console import console, new_table
+from jaxlm.data.teacher import cached_until
+from jaxlm.distillation.planning import WEIGHT_SHARE, CachePlan, logits_bytes, size_of
 from jaxlm.errors import UserError
 from jaxlm.files import size_text
 from jaxlm.memory.devices import DEVICES, Device
@@ -25,10 +27,14 @@ def print_status(study: Study) -> int:
         raise UserError(f"{study.directory}: the study has not begun")
     journal = Journal(path, read_only=True)
     screen, cycles = console(), study.config.cycles
-    table = new_table("cycle", "tokens", *[run_name(*run) for run in study.runs], "reclaimed")
+    teacher = [] if study.teacher is None else [f"teacher {study.teacher.cache_name}"]
+    runs = [run_name(*run) for run in study.runs]
+    table = new_table("cycle", "tokens", *teacher, *runs, "reclaimed")
     for cycle in range(1, cycles + 1):
         prepared = journal.find("prepared", cycle=cycle)
         cells = [str(cycle), f"{prepared['tokens']:,}" if prepared else "-"]
+        if study.teacher is not None:
+            cells.append(_of_teacher(study, journal, cycle))
         for model, seed in study.runs:
             cells.append(_of_run(study, journal, cycle, model, seed))
         reclaimed = journal.find("reclaimed", cycle=cycle)
@@ -47,6 +53,14 @@ def print_status(study: Study) -> int:
         f"{size_text(free_bytes(study.directory))} free"
     )
     return 0
+
+
+def _of_teacher(study: Study, journal: Journal, cycle: int) -> str:
+    if journal.find("cached", cycle=cycle):
+        return "cached"
+    size, directory = study.config.tokens_per_cycle, study.teacher_directory
+    within = cached_until(directory) - 1 - (cycle - 1) * size
+    return f"{within / size:.0%}" if 0 < within <= size else "-"
 
 
 def _of_run(study: Study, journal: Journal, cycle: int, model: str, seed: int) -> str:
@@ -97,7 +111,12 @@ def _print_disk(study: Study) -> bool:
     phases = [
         ("prepare: training tokens that are there at one time", needs.tokens),
         ("prepare: validation, ends of documents, documents seen", needs.beside_tokens),
-        ("teacher cache (no distillation)", needs.teacher),
+        (
+            f"teacher cache: {needs.teacher_record} bytes a token"
+            if study.teacher
+            else "teacher cache (no distillation)",
+            needs.teacher,
+        ),
         *[(f"train {name}: checkpoints", size) for name, size in needs.checkpoints.items()],
         ("records, block ids, evaluations", needs.records),
     ]
@@ -112,6 +131,13 @@ def _print_disk(study: Study) -> bool:
         screen.print(f"Tokens are read in {study.data_directory} and stay there.", markup=False)
     elif not study.config.reclaim:
         screen.print("Tokens are not reclaimed (study.reclaim: false).")
+    if study.teacher is not None:
+        screen.print(
+            f"The teacher's cache is in {study.teacher_directory}"
+            + (", and is reclaimed after each cycle." if study.config.reclaim else "."),
+            markup=False,
+            soft_wrap=True,
+        )
     screen.print("Raw sources are read where they are, are never removed, and are not counted.")
     fits = needs.peak <= room
     screen.print(
@@ -155,7 +181,8 @@ def _print_memory(study: Study, device: Device) -> bool:
         )
         kinds.setdefault(repr(plain), []).append(name)
     for names in kinds.values():
-        plan = plan_training(with_vocabulary(study.models[names[0]], vocabulary), device)
+        config = with_vocabulary(study.models[names[0]], vocabulary)
+        plan = plan_training(config, device, study.teacher and study.teacher.form(vocabulary))
         ok = plan.peak <= budget and plan.host <= _HOST_BUDGET
         fits &= ok
         table.add_row(
@@ -165,7 +192,24 @@ def _print_memory(study: Study, device: Device) -> bool:
             f"{plan.host / 1e9:.3f}",
             "yes" if ok else "no",
         )
+    if study.teacher is not None:
+        form, size = study.teacher.form(vocabulary), size_of(study.teacher)
+        logits = logits_bytes(study.teacher, size, vocabulary)
+        ok = CachePlan(size, device, form, 0, 0, logits).fits
+        fits &= ok
+        table.add_row(
+            f"teacher {study.teacher.cache_name}: weights ({size.form}) and logits",
+            f"{size.parameters:,}",
+            f"{(size.memory[size.form] + logits) / 1e9:.3f}",
+            "0.000",
+            "yes" if ok else "no",
+        )
     screen.print(table)
+    if study.teacher is not None:
+        screen.print(
+            f"A teacher's weights and logits may take {WEIGHT_SHARE:.0%} of the card; what its "
+            f"layers compute in between is not counted."
+        )
     screen.print(
         f"Budget: {budget / 1e9:.3f} GB on the card, {_HOST_BUDGET / 1e9:.0f} GB pinned on the "
         "host. Models take turns, each in a process of its own."

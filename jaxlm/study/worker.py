@@ -2,10 +2,12 @@
 
     python -m jaxlm.study.worker JOB.json
 
-A process for each run and cycle gives every model a device that nothing was left on. The worker
-follows its study: if that is killed, it saves and ends.
+Or the teacher's part of a cycle: predict its tokens. A process for each run and cycle gives every
+model a device that nothing was left on. The worker follows its study: if that is killed, it saves
+and ends.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import io
@@ -15,6 +17,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,14 @@ import jax
 import numpy as np
 
 from jaxlm.cli import run_script
-from jaxlm.config import Config, from_tree, to_tree
+from jaxlm.config import Config, from_tree, read_tree, to_tree
 from jaxlm.console import progress
 from jaxlm.data.pipeline import Rows, rows_of
 from jaxlm.data.shards import DataDirectory
+from jaxlm.data.teacher import lock_path
+from jaxlm.distillation.caching import cache_teacher
+from jaxlm.distillation.settings import TeacherConfig
+from jaxlm.distillation.teachers import load_teacher
 from jaxlm.errors import UserError
 from jaxlm.evaluation.evaluate import (
     DocumentLosses,
@@ -80,9 +87,37 @@ class Job:
         write_json(path, tree)
 
 
-def read_job(path: Path) -> Job:
-    """The job that :meth:`Job.write` wrote."""
+@dataclasses.dataclass(frozen=True)
+class TeacherJob:
+    """What a worker does for a teacher."""
+
+    # Who predicts, and what is kept of it.
+    teacher: TeacherConfig
+    # Data directory.
+    data: Path
+    # Training tokens [0, until) that the cache is to reach to the end of.
+    until: int
+    # The cache.
+    directory: Path
+
+    def write(self, path: Path) -> None:
+        """Write the job down for a worker."""
+        fields = dataclasses.fields(TeacherConfig)
+        tree = {
+            "teacher": {field.name: getattr(self.teacher, field.name) for field in fields},
+            "data": str(self.data),
+            "until": self.until,
+            "directory": str(self.directory),
+        }
+        write_json(path, tree)
+
+
+def read_job(path: Path) -> Job | TeacherJob:
+    """The job that :meth:`Job.write` or :meth:`TeacherJob.write` wrote."""
     tree = json.loads(path.read_text(encoding="utf-8"))
+    if "teacher" in tree:
+        teacher = read_tree(TeacherConfig, tree["teacher"], {})
+        return TeacherJob(teacher, Path(tree["data"]), tree["until"], Path(tree["directory"]))
     sets = tuple(
         EvaluationSet(one["name"], one["directory"], one["tokens"] and tuple(one["tokens"]))
         for one in tree["sets"]
@@ -96,12 +131,14 @@ def read_job(path: Path) -> Job:
     )
 
 
-def work(job: Job) -> int:
-    """Train, evaluate and write the figures.
+def work(job: Job | TeacherJob) -> int:
+    """Train, evaluate and write the figures; or predict.
 
     Returns:
         0 once all is done; STOPPED after a signal.
     """
+    if isinstance(job, TeacherJob):
+        return _predict(job)
     directory = Path(job.config.run.directory) / job.config.run.name
     _wait_for(directory / "lock")
     done = False
@@ -113,6 +150,55 @@ def work(job: Job) -> int:
 
     train(job.config, until_update=job.until, finish=finish)
     return 0 if done else STOPPED
+
+
+class _Signals:
+    """A signal ends loading at once, and predicting after the group in hand."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self.loading = True
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals inside the block."""
+
+        def handle(number: int, frame: object) -> None:
+            del frame
+            self.received = True
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if self.loading:
+                raise SystemExit(STOPPED)
+            name = signal.Signals(number).name
+            print(f"\n{name}: saving what was predicted so far", flush=True)
+
+        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        previous = {number: signal.signal(number, handle) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _predict(job: TeacherJob) -> int:
+    _wait_for(lock_path(job.directory))
+    signals = _Signals()
+    with signals.installed():
+        data = DataDirectory(job.data)
+        teacher = load_teacher(job.teacher, data)
+        signals.loading = False
+        whole = cache_teacher(
+            data,
+            teacher,
+            job.directory,
+            job.teacher.form(data.vocabulary_size),
+            (0, job.until),
+            # So that a cycle's shards go with its tokens.
+            exact=True,
+            stopping=lambda: signals.received,
+        )
+    return 0 if whole else STOPPED
 
 
 def _evaluate_all(run: Run, job: Job) -> None:
@@ -198,17 +284,17 @@ def _peak_memory() -> dict[str, Any]:
 
 
 def _wait_for(lock: Path) -> None:
-    """Wait until a worker whose study was killed has saved and let go of the run."""
+    """Wait until a worker whose study was killed has saved and let go of what it wrote."""
     deadline, told = time.monotonic() + _WAIT_SECONDS, False
     while True:
         try:
-            with Lock(lock, f"{lock.parent}: another process is training this run"):
+            with Lock(lock, f"{lock}: another process of the study still holds it"):
                 return
         except UserError:
             if time.monotonic() > deadline:
                 raise
             if not told:
-                print(f"Waiting for another process to save {lock.parent}", flush=True)
+                print(f"Waiting for another process to save and let go of {lock}", flush=True)
                 told = True
             time.sleep(0.5)
 

@@ -69,6 +69,17 @@ def load_weights(directory: Path, update: int | None = None) -> LoadedWeights:
     return LoadedWeights(config, found, params, fingerprint)
 
 
+def read_fingerprint(directory: Path) -> dict[str, Any]:
+    """The fingerprint of the data that a run's newest whole checkpoint was trained on.
+
+    Raises:
+        UserError, Failure: as :func:`load_weights`.
+    """
+    with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
+        found = checkpoints.find(None, params_only=True)
+        return checkpoints.metadata(found)["data_fingerprint"]
+
+
 def load_run(directory: Path, update: int | None = None) -> LoadedRun:
     """Read the configuration and the weights of a run, and open its data.
 

@@ -202,7 +202,7 @@ class Run:
         data = ensure_prepared(config)
         self.directory = Path(config.run.directory) / config.run.name
         needed = until_update and Rewinds(self.directory).windows_before(until_update)
-        sources = open_sources(config.data, data, config.distillation.cache)
+        sources = open_sources(config.data, data, config.distillation.cache, needed)
         self.teacher = sources[0].stream.teacher
         self.windows = training_windows(
             sources,

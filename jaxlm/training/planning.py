@@ -93,11 +93,16 @@ def default_budget(device: Device) -> int:
     return math.floor(BUDGET_SHARE * device.memory_bytes)
 
 
-def plan_training(config: Config, device: Device) -> Plan:
+def plan_training(config: Config, device: Device, cache: CacheFormat | None = None) -> Plan:
     """Compile the training step of a configuration for a device, and account for its memory.
 
     Nothing is computed and no array exists. `model.attention: auto` is planned as xla: cuDNN's
     attention cannot be compiled without cuDNN, and needs less memory.
+
+    Args:
+        config: of the run.
+        device: the target.
+        cache: what the records of its teacher will be like; None looks at `distillation.cache`.
 
     Raises:
         UserError: the vocabulary size is not set, the step cannot be compiled for the device, or
@@ -110,7 +115,7 @@ def plan_training(config: Config, device: Device) -> Plan:
         )
     if config.model.attention == "auto":
         config = replace(config, model=replace(config.model, attention="xla"))
-    lowered, spec, state = lower_step(config, device)
+    lowered, spec, state = lower_step(config, device, cache)
     assignment = buffer_assignment(lowered)
 
     parts = dict.fromkeys(PARTS, 0)
@@ -166,12 +171,15 @@ def memory_table(plan: Plan, budget: int, host_budget: int | None = None) -> ric
     return table
 
 
-def lower_step(config: Config, device: Device) -> tuple[jax.stages.Lowered, StepSpec, TrainState]:
+def lower_step(
+    config: Config, device: Device, cache: CacheFormat | None = None
+) -> tuple[jax.stages.Lowered, StepSpec, TrainState]:
     """The training step of a configuration, lowered for a device; its settings; its state's shapes.
 
     Args:
         config: with a vocabulary size, and with attention that the device's compiler has here.
         device: the target.
+        cache: what the records of its teacher will be like; None looks at `distillation.cache`.
     """
     optim = config.optim
     updates = config.training.updates or _UPDATES + optim.warmup_updates + optim.decay_updates
@@ -186,7 +194,7 @@ def lower_step(config: Config, device: Device) -> tuple[jax.stages.Lowered, Step
         "block": jax.ShapeDtypeStruct(rows, jnp.int32),
     }
     if config.distillation.cache is not None:
-        form = cache_format(config)
+        form = cache or cache_format(config)
         targets = (*rows, config.data.sequence_length)
         for name, dtype in form.dtypes.items():
             shape = targets if name == "log_tail" else (*targets, form.k)

@@ -73,15 +73,16 @@ class _Run:
         assert training.updates is not None
         self.spec: StepSpec = step_spec(self.config, self.config.model.vocabulary, training.updates)
         data = DataDirectory(Path(self.config.data.directory))
-        sources = open_sources(self.config.data, data, self.config.distillation.cache)
         self.records = read_records(directory / METRICS)
         self.rewinds = Rewinds(directory)
+        until = self.rewinds.windows_before(len(self.records))
+        sources = open_sources(self.config.data, data, self.config.distillation.cache, until)
         self.windows = training_windows(
             sources,
             self.config.data,
             training.micro_batches,
             training.micro_batch_rows,
-            self.rewinds.windows_before(len(self.records)),
+            until,
         )
         self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 

@@ -17,7 +17,8 @@ from jaxlm.config import Config
 from jaxlm.data.shards import DataDirectory, ShardWriter
 from jaxlm.data.teacher import CacheFormat, TeacherCache, covered, read_manifest
 from jaxlm.data.tokenizer import train_tokenizer
-from jaxlm.distillation.caching import cache_teacher, verify
+from jaxlm.distillation.caching import cache_directory, verify
+from jaxlm.distillation.caching import cache_teacher as write_cache
 from jaxlm.distillation.contexts import DocumentContext, PackedContext
 from jaxlm.distillation.planning import CachePlan, size_of_hugging_face, size_of_run
 from jaxlm.distillation.teachers import HuggingFaceTeacher, JaxlmTeacher, load_hugging_face
@@ -40,6 +41,12 @@ def data(tmp_path):
     rng = np.random.default_rng(0)
     documents = [[*rng.integers(1, V, n - 1), 0] for n in LENGTHS]
     return DataDirectory(write_documents(tmp_path / "data", documents, [[1, 0]], V))
+
+
+def cache_teacher(data, teacher, name, *arguments, **more):
+    directory = cache_directory(data, name)
+    assert write_cache(data, teacher, directory, *arguments, **more)
+    return directory
 
 
 def log_softmax(x):
@@ -331,7 +338,7 @@ def test_a_hugging_face_teacher_is_loaded_as_asked_for(text_data, monkeypatch):
     ]
     assert teacher.identity["revision"] == "c0ffee"
     assert teacher.vocabulary is not None
-    with pytest.raises(UserError, match=r"--length 129: org/name reads at most 128 tokens"):
+    with pytest.raises(UserError, match=r"length 129: org/name reads at most 128 tokens"):
         load_hugging_face("org/name", data, **{**LOADING, "context": DocumentContext(129, 0)})
 
 
