@@ -15,6 +15,7 @@ from jaxlm.distillation.teachers import (
     import_library,
     read_hugging_face_config,
 )
+from jaxlm.errors import UserError
 from jaxlm.memory.devices import Device
 from jaxlm.models.flops import flops_per_token
 from jaxlm.models.match import stored_parameters
@@ -147,8 +148,11 @@ def size_of_hugging_face(
     """
     tables, vocabulary = 0, None
     if parameters is None:
-        torch, transformers = import_library("torch"), import_library("transformers")
-        settings = read_hugging_face_config(name, revision)
+        try:
+            torch, transformers = import_library("torch"), import_library("transformers")
+            settings = read_hugging_face_config(name, revision)
+        except UserError as error:
+            raise UserError(f"{error}; or give the number of its parameters, for a plan") from None
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(settings)
         parameters = sum(p.numel() for p in model.parameters())

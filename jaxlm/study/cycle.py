@@ -216,11 +216,9 @@ class Cycles:
             return
         context, size = context_of(teacher), study.config.tokens_per_cycle
         if isinstance(context, PackedContext) and size % context.length:
-            low = size // context.length * context.length
             raise UserError(
                 f"teacher: study.tokens_per_cycle ({size:,}) is no multiple of the rows that it "
-                f"reads ({context.length:,} tokens); the nearest are {low:,} and "
-                f"{low + context.length:,}, or set teacher.length"
+                f"reads ({context.length:,} tokens): change one of them (teacher.length)"
             )
         if study.own_data:
             settings = study.first.prepare

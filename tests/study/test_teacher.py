@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from test_cycle import (
     study_in,
     texts,  # noqa: F401
 )
+from test_processes import command_of, start, wait_for, workers_of
 
 from jaxlm.config import (
     CheckpointConfig,
@@ -38,7 +40,7 @@ from jaxlm.config import (
 from jaxlm.data.shards import DataDirectory
 from jaxlm.data.teacher import TeacherCache, cached_until
 from jaxlm.data.tokenizer import read_tokenizer, train_tokenizer
-from jaxlm.distillation import caching, teachers
+from jaxlm.distillation import caching, planning, teachers
 from jaxlm.distillation.teachers import JaxlmTeacher, load_teacher
 from jaxlm.errors import Failure, UserError
 from jaxlm.memory.devices import DEVICES
@@ -383,7 +385,7 @@ def test_teachers_that_cannot_teach_are_refused_before_anything_is_prepared(
     refused(taught(tmp_path, texts, teacher, "teacher.depth=3"), "depth goes with a recurrent")
     refused(
         taught(tmp_path, texts, teacher, "teacher.length=12"),
-        r"is no multiple of the rows that it reads \(12 tokens\); the nearest are 312 and 324",
+        r"\(320\) is no multiple of the rows that it reads \(12 tokens\): change one of them",
     )
     refused(taught(tmp_path, texts, teacher, f"teacher.run={tmp_path}"), "not a run")
 
@@ -425,7 +427,7 @@ def test_whether_the_teacher_saw_the_validation_documents(texts, teacher, tmp_pa
 # ---------------------------------------------------------------- plan and status
 
 
-def test_the_plan_by_hand(texts, teacher, tmp_path):  # noqa: F811
+def test_the_plan_by_hand(texts, teacher, tmp_path, monkeypatch):  # noqa: F811
     study = taught(tmp_path, texts, teacher)
     needs = disk_needs(study)
     # Four ids and four log-probabilities of two bytes each, and two bytes of the rest.
@@ -441,6 +443,15 @@ def test_the_plan_by_hand(texts, teacher, tmp_path):  # noqa: F811
     times = {(t.phase, t.model): t.seconds for t in phase_times(study, DEVICES["rtx3090"])}
     assert times["cache teacher", None] == pytest.approx(320 * 64e9 / 71e12)
     assert study.teacher_directory == study.directory / "data/teacher-name-32b"
+
+    def missing(name):
+        raise UserError(f"no {name}")
+
+    monkeypatch.setattr(planning, "import_library", missing)
+    without = taught(tmp_path, texts, teacher, "teacher.parameters=null", models=models)
+    with pytest.raises(UserError, match=r"^no torch; or give the number of its parameters"):
+        phase_times(without, DEVICES["rtx3090"])
+    assert phase_times(study, DEVICES["rtx3090"])
 
 
 def test_room_for_the_records_is_asked_for_before_they_are_made(texts, teacher, tmp_path):  # noqa: F811
@@ -572,3 +583,39 @@ def test_a_study_of_before_has_no_word_of_teachers(texts, tmp_path):  # noqa: F8
     assert study.tree().keys() == {"study", "sweep", "models"}
     assert (disk_needs(study).teacher_record, disk_needs(study).teacher) == (0, 0)
     assert study.students == []
+
+
+@pytest.mark.long
+def test_signals_and_kills_while_a_process_predicts(texts, teacher, tmp_path):  # noqa: F811
+    path = tmp_path / "study.yaml"
+    text = text_of(teacher).format(folder=texts).replace("cycles: 3", "cycles: 2")
+    path.write_text(text.replace(f"{texts}/studies", f"{tmp_path}/studies"))
+    log, folder = path.with_suffix(".log"), tmp_path / "studies/tiny"
+    lock = folder / "data/teacher-big.lock"
+    # SIGKILL of the study alone: who predicts for it ends by itself.
+    process = start(path)
+    (worker,) = wait_for(lambda: workers_of(process))
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: b"jaxlm" not in command_of(worker))
+    # SIGKILL of the worker: the study says so, and ends with 1.
+    process = start(path)
+    (worker,) = wait_for(lambda: workers_of(process))
+    os.kill(worker, signal.SIGKILL)
+    assert process.wait(60) == 1
+    said = log.read_text()
+    assert "teacher-big: predicting ended with exit code -9; by signal 9; the same" in said
+    # SIGTERM and Ctrl-C, sent at any moment, reach it.
+    for number, code, seconds in ((signal.SIGTERM, 0, 0.0), (signal.SIGINT, 130, 3.0)):
+        process = start(path)
+        wait_for(lambda p=process: workers_of(p))
+        time.sleep(seconds)
+        process.send_signal(number)
+        assert process.wait(120) == code, log.read_text()[-2000:]
+        assert not workers_of(process)
+    process = start(path)
+    assert process.wait(280) == 0, log.read_text()[-2000:]
+    assert lock.exists()
+    journal = Journal(folder / "journal.jsonl", read_only=True)
+    assert [e["event"] for e in journal.events] == KINDS + KINDS[1:]
+    assert [e["until"] for e in journal.all("cached")] == [320, 640]
