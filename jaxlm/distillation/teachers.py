@@ -90,7 +90,10 @@ def check_teacher(teacher: TeacherConfig, vocabulary: Vocabulary) -> None:
             with it.
     """
     if teacher.k > vocabulary.size:
-        raise UserError(f"k is {teacher.k}: the vocabulary has {vocabulary.size:,} entries")
+        raise UserError(
+            f"the teacher's k is {teacher.k}: the vocabulary of {vocabulary.source} has "
+            f"{vocabulary.size:,} entries"
+        )
     if teacher.run is not None:
         directory = Path(teacher.run)
         depth_of(load_resolved(directory), teacher.depth, directory)
@@ -231,7 +234,7 @@ def depth_of(config: Config, depth: int | None, directory: Path) -> int | None:
     if config.model.kind == "recurrent":
         return depth or round(config.depth.mean)
     if depth is not None:
-        raise UserError(f"--depth goes with a recurrent model; {directory} is a transformer")
+        raise UserError(f"depth goes with a recurrent model; {directory} is a transformer")
     return None
 
 

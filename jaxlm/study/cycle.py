@@ -28,6 +28,7 @@ from jaxlm.data.prepare import prepare
 from jaxlm.data.shards import DataDirectory
 from jaxlm.data.teacher import (
     MANIFEST,
+    cached_until,
     covered,
     files_of,
     format_of,
@@ -331,11 +332,12 @@ class Cycles:
         study, directory, began = self.study, self.study.teacher_directory, time.time()
         assert study.teacher is not None
         until = cycle * study.config.tokens_per_cycle
-        before = self._cached(directory)
-        if before < until + 1:  # a study may have been killed after the last of them
+        if (
+            self._cached(directory) < until + 1
+        ):  # a study may have been killed after the last of them
             self._say(cycle, f"{study.teacher.cache_name} predicts tokens up to {until:,}")
             needs = disk_needs(study)
-            left = (until + 1 - before) * needs.teacher_record
+            left = (until + 1 - cached_until(directory)) * needs.teacher_record
             self._require_room(min(left, needs.teacher_window), "its teacher's predictions")
             job = TeacherJob(study.teacher, study.data_directory, until, directory)
             path = self.directory / "jobs" / "teacher.json"

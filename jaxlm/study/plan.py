@@ -66,10 +66,11 @@ class DiskNeeds:
 
     def text(self) -> str:
         """The parts in one line."""
+        teacher = f"a teacher's predictions {size_text(self.teacher)}, " if self.teacher else ""
         return (
-            f"tokens {size_text(self.tokens)}, checkpoints "
+            f"tokens {size_text(self.tokens)}, {teacher}checkpoints "
             f"{size_text(sum(self.checkpoints.values()))}, the rest "
-            f"{size_text(self.beside_tokens + self.teacher + self.records)}"
+            f"{size_text(self.beside_tokens + self.records)}"
         )
 
 

@@ -452,8 +452,8 @@ def _teacher(study: Study, journal: Journal) -> list[Block]:
     cached = journal.find("cached", cycle=1)
     assert cached is not None
     teacher, context = cached["teacher"], cached["context"]
-    of_weights = [
-        f"{key} {_plain(teacher[key])}"
+    of_weights = [  # of a run's weights the beginning of their checksum
+        f"{key} {_plain(teacher[key])[:16] if key == 'weights' else _plain(teacher[key])}"
         for key in ("update", "revision", "depth", "quantization", "weights")
         if teacher.get(key) is not None
     ]
@@ -529,11 +529,12 @@ def _time(journal: Journal, figures: Figures) -> list[Block]:
         if run.goodput
     ]
     freed = sum(event["bytes"] for event in journal.all("reclaimed"))
+    what = "tokens and predictions" if journal.find("cached") else "tokens"
     return [
         Bullets(items),
         "Goodput is the share of a run's time that went into updates which it still has.",
         f"Preparing took {sum(prepare):,.0f} s in {len(prepare)} cycle(s); {size_text(freed)} of "
-        f"tokens were reclaimed.",
+        f"{what} were reclaimed.",
     ]
 
 

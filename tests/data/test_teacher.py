@@ -15,7 +15,14 @@ from jaxlm.config import DataConfig
 from jaxlm.data import teacher as teacher_module
 from jaxlm.data.pipeline import fingerprint_of, open_sources, training_windows
 from jaxlm.data.shards import DataDirectory, ShardWriter
-from jaxlm.data.teacher import CacheFormat, CacheWriter, TeacherCache, tokens_digest
+from jaxlm.data.teacher import (
+    CacheFormat,
+    CacheWriter,
+    TeacherCache,
+    mark_reclaimed,
+    reclaimable,
+    tokens_digest,
+)
 from jaxlm.data.tokenizer import train_tokenizer
 from jaxlm.errors import UserError
 from jaxlm.losses import target_mask
@@ -137,6 +144,52 @@ def test_shards_outside_the_range_may_be_gone_and_the_folder_may_move(tmp_path, 
     assert len(windows) > 0
     with pytest.raises(UserError, match=r"ids-00000\.npy: missing"):
         windows_with(data, moved, sequence_length=32)
+
+
+def test_shards_that_were_given_up_stay_in_the_fingerprint_and_are_not_read(data, cache):
+    """Rows of 32 tokens, two windows of 4: 0 to 127, 128 to 255; shards of 100 records and more."""
+    stream = data.stream("train")
+    before = TeacherCache(cache, data, stream, 1, 1102).fingerprint
+    manifest = json.loads((cache / "manifest.json").read_text())
+    shards = manifest["shards"]
+    ends = [shard["first"] + shard["records"] for shard in shards]
+    assert [reclaimable(manifest, position) for position in (ends[1] - 1, ends[1])] == [1, 2]
+    mark_reclaimed(cache, 2)
+    mark_reclaimed(cache, 1)  # after a restart
+    for shard in shards[:2]:
+        for name in shard["files"]:
+            (cache / name).unlink()
+    opened = TeacherCache(cache, data, stream, 1, 1102)
+    assert opened.fingerprint == before
+    assert opened.readable_from == ends[1]
+    place = np.array([0])
+    got = opened.read((1, 4), place, place, np.array([ends[1]]), np.array([4]))
+    np.testing.assert_array_equal(got["teacher_ids"][0], records(ends[1], ends[1] + 4)[0])
+    with pytest.raises(UserError, match=rf"position {ends[1] - 1} was reclaimed: .* {ends[1]};"):
+        opened.read((1, 4), place, place, np.array([ends[1] - 1]), np.array([4]))
+    # It goes on as if nothing had happened; the folder keeps what it gave up.
+    write(cache, stream, 1102)
+    assert json.loads((cache / "manifest.json").read_text())["reclaimed"] == 2
+
+
+def test_a_cache_that_is_still_growing_serves_the_windows_that_it_reaches(tmp_path, data):
+    config = DataConfig(directory=str(data.directory), sequence_length=32, shuffle_tokens=160)
+
+    def open_until(cache, until):
+        sources = open_sources(config, data, str(cache), until)
+        return training_windows(sources, config, 2, 2, until)
+
+    # Groups of 5 rows: the first window is within the first, the second reaches into the second.
+    short = write(tmp_path / "short", data.stream("train"), 161)
+    whole = write(tmp_path / "whole", data.stream("train"), 1102)
+    one, all_of_them = open_until(short, 1)[0], open_until(whole, None)[0]
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, all_of_them[name])
+    with pytest.raises(UserError, match=r"short: the rows .* it has those below 161 so far; go on"):
+        open_until(short, 2)
+    with pytest.raises(UserError, match=r"positions 1 to 161, and 1 to 1,102 are needed"):
+        open_until(short, None)
+    assert len(open_until(whole, 9)) == 9  # whose last row is the stream's, and shorter
 
 
 def test_what_does_not_fit_is_refused(tmp_path, data, cache):

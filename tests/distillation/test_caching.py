@@ -15,7 +15,7 @@ from helpers import logits_of, params_of, tiny_model, write_documents
 
 from jaxlm.config import Config
 from jaxlm.data.shards import DataDirectory, ShardWriter
-from jaxlm.data.teacher import CacheFormat, TeacherCache, covered, read_manifest
+from jaxlm.data.teacher import CacheFormat, TeacherCache, cached_until, covered, read_manifest
 from jaxlm.data.tokenizer import train_tokenizer
 from jaxlm.distillation.caching import cache_directory, verify
 from jaxlm.distillation.caching import cache_teacher as write_cache
@@ -176,6 +176,47 @@ def test_it_goes_on_where_it_was(data):
         cache_teacher(data, teacher, "late", form, (128, 157))
     with pytest.raises(UserError, match=r"--tokens 0:158: the training tokens are 0 to 157"):
         cache_teacher(data, teacher, "whole", form, (0, 158))
+
+
+@pytest.mark.parametrize("kind", ["packed", "documents"])
+def test_ranges_that_end_exactly_make_the_records_of_a_whole(data, kind):
+    """Ends within rows of 16, within documents, and within windows of 8 of them."""
+    if kind == "packed":
+        model = tiny_model("transformer")
+        teacher = jaxlm_teacher(model, params_of(model), None)
+    else:
+        teacher = hugging_face(FakeModel(), DocumentContext(8, 3))
+    form, stream = CacheFormat(K, "float32", V), data.stream("train")
+    for stop in (40, 41, 77, 156):
+        parts = cache_teacher(data, teacher, "parts", form, (0, stop), exact=True)
+        assert covered(read_manifest(parts))[1] == stop + 1
+    whole = cache_teacher(data, teacher, "whole", form)
+    assert len(read_manifest(parts)["shards"]) == 4
+    read = [
+        TeacherCache(d, data, stream, 1, 157).read(
+            (1, 156), *(np.array([n]) for n in (0, 0, 1, 156))
+        )
+        for d in (parts, whole)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *read)
+
+
+def test_it_is_left_where_it_is_told_to(data):
+    model = tiny_model("transformer")
+    teacher = jaxlm_teacher(model, params_of(model), None)
+    form, asked = CacheFormat(K, "float32", V), []
+    directory = cache_directory(data, "t")
+
+    def stopping():
+        asked.append(cached_until(directory))
+        return len(asked) == 3
+
+    assert not write_cache(data, teacher, directory, form, stopping=stopping)
+    assert cached_until(directory) == 1 + 2 * 3 * 16  # two groups of three rows
+    whole = cache_teacher(data, teacher, "whole", form)
+    assert write_cache(data, teacher, directory, form)
+    for name in ("ids-00000.npy", "manifest.json"):
+        assert (directory / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_a_full_disk_is_told_before_the_work(data, monkeypatch):

@@ -381,7 +381,10 @@ def test_teachers_that_cannot_teach_are_refused_before_anything_is_prepared(
     (tmp_path / "other.json").write_bytes(other.content)
     study = taught(tmp_path, texts, teacher, f"settings.prepare.tokenizer={tmp_path}/other.json")
     refused(study, r"other\.json: its tokenizer \(.*\) is not that of .*big \(.*; prepare the data")
-    refused(taught(tmp_path, texts, teacher, "teacher.k=301"), "k is 301: the vocabulary has 300")
+    refused(
+        taught(tmp_path, texts, teacher, "teacher.k=301"),
+        r"k is 301: the vocabulary of .*tokenizer\.json has 300",
+    )
     refused(taught(tmp_path, texts, teacher, "teacher.depth=3"), "depth goes with a recurrent")
     refused(
         taught(tmp_path, texts, teacher, "teacher.length=12"),
