@@ -155,6 +155,11 @@ def test_what_may_change_while_a_study_is_under_way(tmp_path):
 
 
 def test_presets_can_be_read():
-    for name, updates in (("quickstart", 300), ("rtx3090_1b", 30_720), ("optimizers", None)):
+    for name, updates in (
+        ("quickstart", 300),
+        ("rtx3090_1b", 30_720),
+        ("optimizers", None),
+        ("distill_quickstart", 200),
+    ):
         study = read_study(f"configs/study_{name}.yaml")
         assert updates in (None, study.updates)
