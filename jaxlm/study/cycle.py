@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import signal
 import subprocess
@@ -92,7 +93,8 @@ def launcher(environment: Mapping[str, str]) -> Launch:
         previous = {number: signal.signal(number, remember) for number in _SIGNALS}
         try:
             # Not in the terminal's foreground group, where it would get Ctrl-C a second time.
-            command = [sys.executable, "-m", "jaxlm.study.worker", str(job)]
+            worker = ["-m", "jaxlm.study.worker", str(job), str(os.getpid())]
+            command = [sys.executable, *worker]
             child = subprocess.Popen(command, env=dict(environment), process_group=0)
             code, passed_on = None, 0
             while code is None:

@@ -1,6 +1,6 @@
 """One run of a study for one cycle, in a process of its own: train to an update, then evaluate.
 
-    python -m jaxlm.study.worker JOB.json
+    python -m jaxlm.study.worker JOB.json STUDY_PID
 
 Or the teacher's part of a cycle: predict its tokens. A process for each run and cycle gives every
 model a device that nothing was left on. The worker follows its study: if that is killed, it saves
@@ -13,6 +13,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import resource
 import signal
 import sys
@@ -300,10 +301,13 @@ def _wait_for(lock: Path) -> None:
 
 
 def main() -> int:
-    """Do the job that the argument names."""
+    """Do the job that the first argument names, for the process that the second one numbers."""
     # Not longer than the study that waits for it: as a SIGTERM, the update is finished and saved.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    return work(read_job(Path(sys.argv[1])))
+    job, study = sys.argv[1:]
+    if os.getppid() != int(study):  # it was killed before that
+        return STOPPED
+    return work(read_job(Path(job)))
 
 
 if __name__ == "__main__":
