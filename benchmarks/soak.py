@@ -32,7 +32,7 @@ data: {directory: DIRECTORY/data, epochs: 1000}
 optim: {schedule: constant}
 training: {updates: 1000000}
 evaluation: {every: 50, rows: 64}
-checkpoint: {every: 40, keep: 2}
+checkpoint: {every: 200, keep: 2}
 monitors: {rows: 8}
 control:
   controllers:
