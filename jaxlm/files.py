@@ -168,8 +168,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file, and sync it."""
+    left = (line + "\n").encode()
     with naming(path), path.open("ab", buffering=0) as file:
-        file.write((line + "\n").encode())
+        while left:  # a disk that fills up takes a part, and says so at the next write
+            left = left[file.write(left) :]
         os.fsync(file.fileno())
 
 

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import random
+import resource
 
 import numpy as np
 import pytest
@@ -48,6 +49,23 @@ def test_what_a_crash_leaves_of_a_line_is_cut_off(tmp_path):
         assert path.read_bytes() == whole[:cut]
         assert len(Journal(path).events) == 3
         assert path.read_bytes() == b"".join(lines[:-1])
+
+
+def test_a_line_that_the_disk_takes_in_part_is_an_error_and_nothing_follows_it(tmp_path):
+    path = written(tmp_path)
+    whole, journal = path.read_bytes(), Journal(path)
+    # As on a disk with room for 40 bytes more: a write takes those, the next one fails.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 40, before[1]))
+    try:
+        with pytest.raises(OSError, match="journal"):
+            journal.append("cycle", cycle=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.stat().st_size == len(whole) + 40
+    journal = Journal(path)
+    journal.append("cycle", cycle=1)
+    assert [e["event"] for e in Journal(path).events] == ["trained"] * 4 + ["cycle"]
 
 
 def test_any_change_to_a_journal_is_found(tmp_path):
