@@ -146,7 +146,9 @@ class Cycles:
         self.journal = Journal(self.directory / JOURNAL)
         begun = self.journal.find("study")
         if begun is None:
-            others = [p.name for p in self.directory.iterdir() if p.name not in ("lock", "jobs")]
+            # One that was killed while it wrote its first event has an empty journal.
+            own = ("lock", "jobs", JOURNAL)
+            others = [p.name for p in self.directory.iterdir() if p.name not in own]
             if others:
                 raise UserError(
                     f"{self.directory}: has no journal but holds {', '.join(sorted(others)[:4])}; "

@@ -412,6 +412,18 @@ def test_other_settings_a_foreign_folder_and_a_second_process_are_refused(
         finish(small)
 
 
+def test_a_study_whose_first_event_was_not_written_begins_again(texts, tmp_path):
+    study = study_in(tmp_path, texts)
+    (study.directory / "jobs").mkdir(parents=True)
+    for left in (b"", b'{"event": "study", "ti'):
+        (study.directory / "journal.jsonl").write_bytes(left)
+        with Cycles(study, launch) as cycles:
+            assert cycles.journal.events == []
+    (study.directory / "data").mkdir()
+    with pytest.raises(UserError, match="has no journal but holds data"):
+        Cycles(study, launch)
+
+
 def test_sources_that_are_too_small_are_noticed_before_training(texts, tmp_path, capsys):
     study = study_in(tmp_path / "one", texts, "study.tokens_per_cycle=3200")
     with pytest.raises(UserError, match=r"3 cycles need 9,601 training tokens, and the sources"):
