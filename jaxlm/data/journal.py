@@ -22,6 +22,7 @@ CREATE TABLE IF NOT EXISTS signatures (id INTEGER PRIMARY KEY, source INTEGER, s
 CREATE TABLE IF NOT EXISTS bands (key BLOB, id INTEGER, PRIMARY KEY (key, id)) WITHOUT ROWID;
 """
 _CACHE_KIB = 200_000  # of pages; about five million hashes stay in memory
+_SETTLED = -1  # number of the source of documents that are never forgotten
 
 
 class Journal:
@@ -102,6 +103,11 @@ class Journal:
             "DELETE FROM bands WHERE id IN (SELECT id FROM signatures WHERE source = ?)", (source,)
         )
         self._database.execute("DELETE FROM signatures WHERE source = ?", (source,))
+
+    def settle(self) -> None:
+        """Let :meth:`forget` no longer remove any of the documents so far."""
+        for table in ("seen", "signatures"):
+            self._database.execute(f"UPDATE {table} SET source = {_SETTLED} WHERE source >= 0")
 
     def close(self) -> None:
         """Close the file; what was not committed is undone."""

@@ -87,9 +87,9 @@ def prepare(config: Config, tokens: int | None = None) -> DataDirectory:
         return ensure_prepared(config)
     if (directory / "manifest.json").exists():
         data = DataDirectory(directory)
-        _check_source(data, config.prepare)
         enough = tokens is not None and data.manifest["splits"]["train"]["tokens"] >= tokens
         if enough or data.manifest["source"].get("complete", True):
+            _check_source(data, config.prepare)
             return data
     elif directory.exists() and any(directory.iterdir()) and not (directory / JOURNAL).exists():
         raise UserError(f"{directory}: holds other files; choose another data.directory")
@@ -200,7 +200,8 @@ class _Preparation:
 
     The journal's `position` holds what a restart needs: the number of the source, the records of
     it that were handled, the position in the shards, and its outcome so far; `start` is the same
-    for the beginning of the source, to return to if the source turns out to be damaged.
+    for the beginning of the source, or for the pause within it, to return to if the source turns
+    out to be damaged: what a manifest names stays. `damaged` is the number of such a source.
     """
 
     def __init__(self, directory: Path, settings: PrepareConfig, sources: list[Source]):
@@ -261,7 +262,12 @@ class _Preparation:
             ]
         if different:
             _refuse(self.directory, different)
-        if read < len(files) and before[read] != files[read] and self.journal["start"]:
+        start = self.journal["start"]
+        if read < len(files) and before[read] != files[read] and start:
+            # A part of it stays; whoever was told to bring a whole copy may do so.
+            if start["records"] and self.journal["damaged"] != read:
+                path = self.sources[read].path
+                _refuse(self.directory, [f"{path} changed after a part of it was read"])
             self._return_to_start()
         self.journal["files"] = files
         self.journal.commit()
@@ -380,6 +386,7 @@ class _Preparation:
                         self._commit()
         except UserError:
             self.journal.rollback()
+            self.journal["damaged"] = number
             self._return_to_start()
             raise
         outcomes = [*self.journal["outcomes"], self.position["outcome"]]
@@ -444,7 +451,8 @@ class _Preparation:
         self._check_splits(documents, complete)
         for split in self._splits.values():
             split.finish_shard()
-        self._commit()
+        self.journal.settle()
+        self._commit(start=True)
         manifest = new_manifest(
             self.directory,
             vocabulary_size=tokenizer.vocabulary_size,

@@ -278,6 +278,52 @@ def test_a_paused_preparation_goes_on_and_repeats_nothing(tmp_path):
     assert len(set(texts_of(data))) == len(texts_of(data)) == 900
 
 
+@pytest.mark.parametrize("how", ["cut short", "damaged"])
+def test_what_a_pause_named_stays_when_the_file_turns_out_to_be_damaged(tmp_path, how):
+    """A study has trained on the first part of a file, and removed it; a copy repairs the rest."""
+    path = write(tmp_path / "a.jsonl.gz", documents(900))
+    good, settings = path.read_bytes(), {"text_key": "meta.body", "near_duplicates": 0.9}
+    # The tokenizer is the whole file's, whatever is wrong behind its first 20,000 bytes of text.
+    settings |= {"train_bytes": 20_000, "shard_tokens": 3000}
+    whole = prepare(config_for(tmp_path, "whole", [path], **settings))
+    path.write_bytes(
+        good[: len(good) * 9 // 10] if how == "cut short" else good[:-40] + bytes(20) + good[-20:]
+    )
+    config = config_for(tmp_path, "paused", [path], **settings)
+    data = prepare(config, 9000)
+    published = data.manifest["splits"]["train"]["shards"]
+    gone = data.reclaimable(9000)
+    assert len(published) - 1 == len(gone) >= 2
+    data.mark_reclaimed(len(gone))
+    for shard in gone:
+        shard.unlink()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"a\.jsonl\.gz: .*copy or download it again"):
+            prepare(config)
+        assert DataDirectory(tmp_path / "paused").manifest["splits"]["train"]["shards"] == published
+    path.write_bytes(good)
+    data = prepare(config)
+    assert data.manifest["splits"]["train"]["shards"][: len(published)] == published
+    stream, expected = data.stream("train"), whole.stream("train")
+    first = stream.readable_from
+    assert np.array_equal(stream.document_ends, expected.document_ends)
+    assert np.array_equal(stream.read(first, len(stream)), expected.read(first, len(expected)))
+    assert data.manifest["source"]["documents"] == whole.manifest["source"]["documents"]
+    assert np.array_equal(data.counts("train"), whole.counts("train"))
+
+
+def test_a_file_that_was_read_in_part_and_paused_in_must_stay(tmp_path):
+    path = write(tmp_path / "a.txt", documents(300))
+    config = config_for(tmp_path, "data", [path])
+    prepare(config, 3000)
+    kept = path.read_bytes()
+    path.write_bytes(kept + b"more\n")
+    with pytest.raises(UserError, match=r"a\.txt changed after a part of it was read"):
+        prepare(config, 6000)
+    path.write_bytes(kept)
+    assert len(prepare(config, 6000).stream("train")) >= 6000
+
+
 def test_strange_documents_have_their_outcome(tmp_path):
     rows = [
         b'{"text": "plain and long enough"}',
