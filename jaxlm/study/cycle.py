@@ -68,6 +68,10 @@ def _plain(tree: Any) -> Any:
     return json.loads(json.dumps(tree))
 
 
+class _DamagedError(Failure):
+    """A checkpoint is not what was written."""
+
+
 class StoppedError(Exception):
     """A signal ended the study; everything is saved."""
 
@@ -397,32 +401,17 @@ class Cycles:
         until = cycle * study.updates_per_cycle
         self._say(cycle, f"{model}, seed {seed}, to update {until:,} of {study.updates:,}")
         self._require_room(disk_needs(study).checkpoint, "a checkpoint")
+        evaluations = self.directory / "evaluations"
+        evaluations.mkdir(exist_ok=True)
         job = Job(
             self.run_config(model, seed),
             until,
             study.config.depths,
             self._sets(cycle),
-            self.directory / "evaluations" / f"{name}-cycle-{cycle}.json",
+            evaluations / f"{name}-cycle-{cycle}.json",
         )
-        job.result.parent.mkdir(exist_ok=True)
-        job.result.unlink(missing_ok=True)
-        path = self.directory / "jobs" / f"{name}.json"
-        job.write(path)
         began = time.time()
-        self._launch(path, f"{name}: training or evaluation", "from its last checkpoint")
-        result = json.loads(job.result.read_text(encoding="utf-8"))
-        if result["update"] != until:
-            raise Failure(f"{name}: stands at update {result['update']}, expected {until}")
-        if self.journal.find("trained", **key) is None:
-            blocks = read_blocks(self._run_directory(name) / BLOCKS, until)
-            self.journal.append(
-                "trained",
-                **key,
-                update=until,
-                tokens=result["tokens"],
-                blocks=digest_of(blocks[until - study.updates_per_cycle :]),
-                checkpoint=self._checkpoint(name, until),
-            )
+        result = self._work(job, key)
         sums = job.result.with_suffix(".npz")
         self.journal.append(
             "evaluated",
@@ -438,6 +427,43 @@ class Cycles:
             seconds=result["evaluation_seconds"],
             process_seconds=time.time() - began,
         )
+
+    def _work(self, job: Job, key: dict[str, Any]) -> dict[str, Any]:
+        """Have a run trained and evaluated; note where it stands. Returns what the worker found."""
+        name, until = run_name(key["model"], key["seed"]), job.until
+        job.result.unlink(missing_ok=True)
+        path = self.directory / "jobs" / f"{name}.json"
+        job.write(path)
+        self._launch(path, f"{name}: training or evaluation", "from its last checkpoint")
+        result = json.loads(job.result.read_text(encoding="utf-8"))
+        if result["update"] != until:
+            raise Failure(f"{name}: stands at update {result['update']}, expected {until}")
+        blocks = read_blocks(self._run_directory(name) / BLOCKS, until)
+        stands = {
+            "update": until,
+            "tokens": result["tokens"],
+            "blocks": digest_of(blocks[until - self.study.updates_per_cycle :]),
+            "checkpoint": self._checkpoint(name, until),
+        }
+        if self.journal.find("trained", **key) is None:
+            self.journal.append("trained", **key, **stands)
+        elif self._saved(key) != stands["checkpoint"]:  # its checkpoint was damaged
+            self.journal.append("retrained", **key, **stands)
+        return result
+
+    def _saved(self, key: dict[str, Any]) -> str:
+        """Checksum of the checkpoint that a run ended a cycle with, as the journal has it."""
+        event = self.journal.find("retrained", **key) or self.journal.find("trained", **key)
+        assert event is not None
+        return event["checkpoint"]
+
+    def _train_again(self, cycle: int, model: str, seed: int) -> None:
+        """Train a run to the end of the cycle from the last whole checkpoint before it."""
+        nowhere = self.directory / "jobs" / f"{run_name(model, seed)}-again.json"
+        until, depths = cycle * self.study.updates_per_cycle, self.study.config.depths
+        job = Job(self.run_config(model, seed), until, depths, (), nowhere)
+        self._work(job, {"cycle": cycle, "model": model, "seed": seed})
+        self.report()  # or raise, where it did not see the same blocks
 
     def run_config(self, model: str, seed: int) -> Config:
         """A run's configuration; the first cycle's validation documents are that of all."""
@@ -467,9 +493,9 @@ class Cycles:
         found = inspect(path)
         if not found.whole:
             damage = damage_text(found.damage) or "has no manifest"
-            raise Failure(
-                f"{path}: damaged ({damage}); nothing of its tokens is reclaimed; the same command "
-                f"trains again from the checkpoint before it"
+            raise _DamagedError(
+                f"{path}: damaged ({damage}); nothing of its tokens is reclaimed before the same "
+                f"command has trained again from the checkpoint before it"
             )
         return sha256_of(path / "manifest.json")
 
@@ -550,9 +576,14 @@ class Cycles:
         begun = self.journal.find("reclaiming", cycle=cycle)
         if begun is None:
             for model, seed in study.runs:
-                event = self.journal.find("trained", cycle=cycle, model=model, seed=seed)
-                assert event is not None
-                if self._checkpoint(run_name(model, seed), update) != event["checkpoint"]:
+                key = {"cycle": cycle, "model": model, "seed": seed}
+                try:
+                    found = self._checkpoint(run_name(model, seed), update)
+                except _DamagedError as damaged:
+                    print(f"warning: {damaged}; it begins", file=sys.stderr, flush=True)
+                    self._train_again(cycle, model, seed)
+                    found = self._checkpoint(run_name(model, seed), update)
+                if found != self._saved(key):
                     raise Failure(
                         f"{run_name(model, seed)}: checkpoint {update} is not the one that was "
                         f"verified after training; nothing is reclaimed"

@@ -436,19 +436,35 @@ def test_sources_that_are_too_small_are_noticed_before_training(texts, tmp_path,
     assert "and the study needs 9,600" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_keeps_the_tokens(texts, tmp_path, monkeypatch):
-    study = study_in(tmp_path, texts)
+def test_a_damaged_checkpoint_keeps_the_tokens_and_is_made_again(
+    texts, tmp_path, monkeypatch, capsys
+):
+    study = study_in(tmp_path, texts, "study.cycles=1")
     edge = KINDS.index("reclaiming")
     assert live(study, monkeypatch, edge - 1, after=True)
-    path = study.directory / "models/loop-42/checkpoints/10/manifest.json"
-    kept = path.read_bytes()
-    path.write_bytes(kept.replace(b"1", b"2", 1))
-    with pytest.raises(Failure, match=r"checkpoints/10: damaged .* nothing of its tokens"):
-        finish(study)
-    path.write_bytes(kept)
+    run = study.directory / "models/loop-42"
+    kept = (run / "blocks.jsonl").read_text()
+    arrays = arrays_of(run / "checkpoints/10")
+    path = run / "checkpoints/10/manifest.json"
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    # The process that is to make it again is killed at once.
+    with (
+        Cycles(study, lambda job: -9) as cycles,
+        pytest.raises(Failure, match="by signal 9; the same command goes on"),
+    ):
+        cycles.run()
+    assert "checkpoints/10: damaged (manifest.json: is not what" in capsys.readouterr().err
     journal = Journal(study.directory / "journal.jsonl", read_only=True)
     assert journal.find("reclaiming") is None
     assert all((study.directory / n).exists() for n in journal.find("prepared")["files"])
+    finish(study)
+    events = Journal(study.directory / "journal.jsonl", read_only=True).events
+    assert [e["event"] for e in events] == [*KINDS[:edge], "retrained", *KINDS[edge:]]
+    again = events[edge]
+    assert (again["model"], again["checkpoint"]) == ("loop", sha256_of(path))
+    assert (run / "checkpoints/10.damaged").is_dir()
+    assert (run / "blocks.jsonl").read_text() == kept
+    assert arrays_of(run / "checkpoints/10") == arrays
 
 
 @pytest.mark.long
