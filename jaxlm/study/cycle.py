@@ -52,7 +52,7 @@ from jaxlm.study.plan import disk_needs
 from jaxlm.study.report import write_report
 from jaxlm.study.settings import Study, changes, run_name
 from jaxlm.study.teacher import unseen
-from jaxlm.study.worker import STOPPED, EvaluationSet, Job, TeacherJob
+from jaxlm.study.worker import STOPPED, EvaluationSet, Job, TeacherJob, check_comparable
 from jaxlm.training.manifest import damage_text, inspect
 from jaxlm.training.metrics import BLOCKS
 
@@ -207,6 +207,8 @@ class Cycles:
         if begun is not None and begun["settings"] != _plain(self.study.tree()):
             self.journal.append("settings", settings=self.study.tree())
         if begun is None:
+            for directory in self.study.config.evaluation_data.values():
+                DataDirectory(Path(directory), verify=False)  # is there
             self._check_teacher()
             self._require_room(needs.peak, f"the study at its fullest ({needs.text()})")
             self.journal.append(
@@ -279,6 +281,9 @@ class Cycles:
                 f"training tokens, and the sources give {there:,}; a study of fewer cycles or of "
                 f"smaller ones, under another study.name, fits"
             )
+        if cycle == 1:  # before anything is trained, and not after a cycle's training
+            for directory in study.config.evaluation_data.values():
+                check_comparable(DataDirectory(Path(directory), verify=False), data)
         if cycle == 1 and not complete:
             self._warn_of_shortage(there, data.manifest["source"]["files"])
         validation = data.manifest["splits"]["validation"]["tokens"]

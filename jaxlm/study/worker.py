@@ -241,14 +241,23 @@ def _finite(value: float | int | None) -> float | int | None:
     return None if value is None or not math.isfinite(value) else value
 
 
+def check_comparable(data: DataDirectory, trained_on: DataDirectory) -> None:
+    """Refuse data whose losses are not of the same tokens as those of the study's own.
+
+    Raises:
+        UserError: naming what differs.
+    """
+    for field in ("tokenizer", "normalization", "vocabulary"):
+        if data.fingerprint()[field] != trained_on.fingerprint()[field]:
+            raise UserError(
+                f"study.evaluation_data: {data.directory} differs from {trained_on.directory} in "
+                f"its {field}; losses would not be comparable"
+            )
+
+
 def _rows(run: Run, one: EvaluationSet) -> tuple[Rows, DataDirectory]:
     data = run.data if one.directory is None else DataDirectory(Path(one.directory))
-    for field in ("tokenizer", "normalization", "vocabulary"):
-        if data.fingerprint()[field] != run.data.fingerprint()[field]:
-            raise UserError(
-                f"study.evaluation_data: {data.directory} differs from {run.data.directory} in its "
-                f"{field}; losses would not be comparable"
-            )
+    check_comparable(data, run.data)
     stream = data.stream("validation")
     if one.tokens is not None:
         stream = stream.part(*one.tokens)

@@ -436,6 +436,20 @@ def test_sources_that_are_too_small_are_noticed_before_training(texts, tmp_path,
     assert "and the study needs 9,600" in capsys.readouterr().err
 
 
+def test_evaluation_data_are_looked_at_before_anything_is_trained(texts, tmp_path):
+    key = "study.evaluation_data"
+    study = study_in(tmp_path / "missing", texts, f"{key}={{wiki: {tmp_path}/wiki}}")
+    with pytest.raises(UserError, match="wiki: holds no prepared data"):
+        finish(study)
+    assert not (study.directory / "journal.jsonl").exists()
+    prepare = dataclasses.replace(study.first.prepare, vocabulary_size=290)
+    data = dataclasses.replace(study.first.data, directory=str(tmp_path / "wiki"))
+    machine.prepare(dataclasses.replace(study.first, prepare=prepare, data=data))
+    with pytest.raises(UserError, match=f"{key}: .*wiki differs from .*data in its tokenizer"):
+        finish(study)
+    assert not (study.directory / "models").exists()
+
+
 def test_a_damaged_checkpoint_keeps_the_tokens_and_is_made_again(
     texts, tmp_path, monkeypatch, capsys
 ):
