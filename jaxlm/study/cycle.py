@@ -45,6 +45,7 @@ from jaxlm.environment import PACKAGES
 from jaxlm.errors import Failure, UserError
 from jaxlm.evaluation.evaluate import unigram_cross_entropy
 from jaxlm.files import Lock, sha256_of, size_text, write_atomically
+from jaxlm.signals import ending
 from jaxlm.study.blocks import digest_of, first_difference, read_blocks
 from jaxlm.study.folder import bytes_in, check_removable, free_bytes, refuse_links, remove
 from jaxlm.study.journal import Journal
@@ -58,7 +59,6 @@ from jaxlm.training.metrics import BLOCKS
 
 JOURNAL = "journal.jsonl"
 _PASS_ON_SECONDS = 0.2  # until a signal reaches the worker
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Launch = Callable[[Path], int]
 
@@ -94,7 +94,7 @@ def launcher(environment: Mapping[str, str]) -> Launch:
             del frame
             received.append(signal.Signals(number))
 
-        previous = {number: signal.signal(number, remember) for number in _SIGNALS}
+        previous = {number: signal.signal(number, remember) for number in ending()}
         try:
             # Not in the terminal's foreground group, where it would get Ctrl-C a second time.
             worker = ["-m", "jaxlm.study.worker", str(job), str(os.getpid())]

@@ -42,6 +42,7 @@ from jaxlm.evaluation.evaluate import (
     number_of_batches,
 )
 from jaxlm.files import Lock, write_atomically, write_json
+from jaxlm.signals import ending
 from jaxlm.training.loop import Run, train
 
 STOPPED = 75  # exit code after a signal: saved, and to be started again
@@ -173,8 +174,7 @@ class _Signals:
             name = signal.Signals(number).name
             print(f"\n{name}: saving what was predicted so far", flush=True)
 
-        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        previous = {number: signal.signal(number, handle) for number in handled}
+        previous = {number: signal.signal(number, handle) for number in ending()}
         try:
             yield
         finally:

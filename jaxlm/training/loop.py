@@ -48,6 +48,7 @@ from jaxlm.files import Lock, append_line, write_atomically
 from jaxlm.memory.devices import peak_flops
 from jaxlm.models.depth import draw_depth
 from jaxlm.models.flops import flops_per_token
+from jaxlm.signals import ending
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce
 from jaxlm.training.control import Control, Settings
@@ -137,8 +138,7 @@ class _Signals:
                 flush=True,
             )
 
-        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        previous = {number: signal.signal(number, handle) for number in handled}
+        previous = {number: signal.signal(number, handle) for number in ending()}
         try:
             yield
         finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from test_cycle import TINY, texts  # noqa: F401  (a fixture)
 
+from jaxlm.study.cycle import StoppedError, launcher
 from jaxlm.study.journal import Journal
 
 ROOT = Path(__file__).parents[2]
@@ -90,3 +91,20 @@ def test_signals_and_kills_lose_nothing(texts, tmp_path):  # noqa: F811
         capture_output=True, text=True, cwd=ROOT, check=True,
     )  # fmt: skip
     assert "2 of 2 cycles" in result.stdout
+
+
+def test_a_study_under_nohup_outlives_its_terminal(tmp_path, monkeypatch):
+    worker = tmp_path / "worker"
+    worker.write_text("#!/bin/sh\nkill -HUP $PPID\nsleep 0.3\nexit 7\n")
+    worker.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(worker))
+    launch = launcher(os.environ)
+    with pytest.raises(StoppedError) as stopped:
+        launch(tmp_path / "job.json")
+    assert stopped.value.number == signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    try:
+        assert launch(tmp_path / "job.json") == 7
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
