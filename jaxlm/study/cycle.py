@@ -267,7 +267,8 @@ class Cycles:
         needed = cycle * study.config.tokens_per_cycle + 1  # the last row's last target
         if study.own_data:
             self._say(cycle, f"preparing tokens up to {needed:,}")
-            self._require_room(disk_needs(study).window, "preparing its tokens")
+            left = disk_needs(study).window - self._prepared_in_part()
+            self._require_room(max(left, 0), "preparing its tokens")
             data = prepare(self._data_config(), needed)
         else:
             data = DataDirectory(study.data_directory)
@@ -312,6 +313,16 @@ class Cycles:
             unigram_cross_entropy=unigram,
             files={name: entry for name, entry in files.items() if name not in recorded},
             seconds=time.time() - began,
+        )
+
+    def _prepared_in_part(self) -> int:
+        """Bytes of training tokens that a preparation which was interrupted has written."""
+        recorded = {name for e in self.journal.all("prepared") for name in e["files"]}
+        found = (self.study.data_directory / "train").glob("tokens-*")
+        return sum(
+            path.stat().st_size
+            for path in found
+            if path.relative_to(self.directory).as_posix() not in recorded
         )
 
     def _warn_of_shortage(self, tokens: int, files: list[dict[str, Any]]) -> None:

@@ -436,6 +436,27 @@ def test_sources_that_are_too_small_are_noticed_before_training(texts, tmp_path,
     assert "and the study needs 9,600" in capsys.readouterr().err
 
 
+def test_room_is_asked_for_what_is_left_of_a_preparation(texts, tmp_path, monkeypatch):
+    study = study_in(tmp_path, texts)
+    with Cycles(study, launch) as cycles:
+        cycles._begin()
+        machine.prepare(cycles._data_config(), 200)  # it was interrupted there
+        there = sum(p.stat().st_size for p in (study.data_directory / "train").glob("tokens-*"))
+        assert there > 2 * 200
+        left = (320 + 150) * 2 - there
+        with monkeypatch.context() as patch:
+            patch.setattr(machine, "free_bytes", lambda _: left - 1)
+            with pytest.raises(Failure, match="preparing its tokens needs"):
+                cycles._prepare(1)
+            patch.setattr(machine, "free_bytes", lambda _: left)
+            cycles._prepare(1)
+        # Those of the first cycle are no part of what the second one needs.
+        with monkeypatch.context() as patch:
+            patch.setattr(machine, "free_bytes", lambda _: (320 + 150) * 2 - 1)
+            with pytest.raises(Failure, match="preparing its tokens needs"):
+                cycles._prepare(2)
+
+
 def test_evaluation_data_are_looked_at_before_anything_is_trained(texts, tmp_path):
     key = "study.evaluation_data"
     study = study_in(tmp_path / "missing", texts, f"{key}={{wiki: {tmp_path}/wiki}}")
