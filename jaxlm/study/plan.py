@@ -105,6 +105,15 @@ def _checkpoint_bytes(config: Config) -> int:
     return checkpoint_bytes(jax.eval_shape(lambda: init_state(spec)))
 
 
+def _kept_for_good(study: Study, model: Config) -> int:
+    """Checkpoints of a run that checkpoint.keep_every_tokens keeps, at most."""
+    settings = model.checkpoint
+    if settings.keep_every_tokens is None:
+        return 0
+    saved = study.updates // settings.every + study.config.cycles
+    return min(study.tokens // settings.keep_every_tokens, saved)
+
+
 def disk_needs(study: Study) -> DiskNeeds:
     """Estimate the disk that a study takes; sources and data prepared elsewhere are not counted."""
     first, config = study.first, study.config
@@ -129,7 +138,8 @@ def disk_needs(study: Study) -> DiskNeeds:
     for name, model in study.models.items():
         one = _checkpoint_bytes(with_vocabulary(model, vocabulary))
         largest = max(largest, one)
-        checkpoints[name] = one * seeds * (model.checkpoint.keep + _BEST_AND_BEING_WRITTEN)
+        number = model.checkpoint.keep + _BEST_AND_BEING_WRITTEN + _kept_for_good(study, model)
+        checkpoints[name] = one * seeds * number
     rows = first.training.window_rows
     records = study.updates * (_BYTES_AN_UPDATE + _BYTES_A_ROW * rows) * len(study.runs)
     return DiskNeeds(

@@ -605,6 +605,10 @@ def test_the_plan_by_hand(texts, tmp_path):
     norms = 3 * (2 * 16 + 2 * 8) + 16
     bytes_ = 3 * 4 * (weights + norms)  # float32 weights and AdamW's two moments
     assert needs.checkpoints["plain"] == pytest.approx(4 * (1.01 * bytes_ + 2**20), rel=1e-3)
+    # One more at each 300 of the 960 tokens; more than are saved (7 and 3 ends) are never kept.
+    for tokens, more in ((300, 3), (10, 30 // 4 + 3)):
+        good = study_in(tmp_path, texts, f"settings.checkpoint.keep_every_tokens={tokens}")
+        assert disk_needs(good).checkpoints["plain"] == needs.checkpoints["plain"] // 4 * (4 + more)
     three = disk_needs(study_in(tmp_path, texts, "study.seeds=[1, 2, 3]"))
     assert three.checkpoints["plain"] == 3 * needs.checkpoints["plain"]
     times = {(t.phase, t.model): t.seconds for t in phase_times(study, DEVICES["rtx3090"])}
