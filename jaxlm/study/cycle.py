@@ -331,12 +331,13 @@ class Cycles:
         read = sum(
             size for size, file in zip(sizes, files, strict=True) if file["outcome"] is not None
         )
+        # A file that was read in part counts as a whole one: there may be more, and not less.
         expected = tokens * sum(sizes) // max(read, 1)
         if expected < 1.05 * self.study.tokens:
             print(
-                f"warning: {tokens:,} tokens came from {size_text(read)} of sources at most; all "
-                f"{size_text(sum(sizes))} may give no more than about {expected:,}, and the study "
-                f"needs {self.study.tokens:,}",
+                f"warning: {tokens:,} tokens came from {size_text(read)} of sources at most; at "
+                f"that rate all {size_text(sum(sizes))} give at least about {expected:,}, and the "
+                f"study needs {self.study.tokens:,}: look whether they are enough",
                 file=sys.stderr,
                 flush=True,
             )

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -433,7 +434,14 @@ def test_sources_that_are_too_small_are_noticed_before_training(texts, tmp_path,
     with Cycles(study, launch) as cycles:
         cycles._begin()
         cycles._prepare(1)
-    assert "and the study needs 9,600" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "and the study needs 9,600" in said
+    # Of the three files of equal size the first was read in part: all give three times as much,
+    # or more.
+    found = int(re.search(r"give at least about ([\d,]+)", said)[1].replace(",", ""))
+    first = cycles.journal.find("prepared")["tokens"]
+    assert found == pytest.approx(3 * first, rel=0.01)
+    assert found <= machine.prepare(cycles._data_config()).manifest["splits"]["train"]["tokens"]
 
 
 def test_room_is_asked_for_what_is_left_of_a_preparation(texts, tmp_path, monkeypatch):
