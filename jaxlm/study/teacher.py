@@ -58,10 +58,10 @@ def _settings(config: Config) -> dict[str, Any] | None:
     """How a run's training documents were prepared; None where that is not known."""
     if config.data.sources:
         return None
-    if config.prepare.inputs:
-        fields = dataclasses.fields(config.prepare)
-        return {field.name: getattr(config.prepare, field.name) for field in fields}
     directory = Path(config.data.directory)
-    if not (directory / "manifest.json").is_file():
+    if (directory / "manifest.json").is_file():
+        return DataDirectory(directory, verify=False).manifest["source"].get("settings")
+    if not config.prepare.inputs:
         return None
-    return DataDirectory(directory, verify=False).manifest["source"].get("settings")
+    fields = dataclasses.fields(config.prepare)
+    return {field.name: getattr(config.prepare, field.name) for field in fields}

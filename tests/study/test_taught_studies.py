@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -421,6 +422,19 @@ def test_whether_the_teacher_saw_the_validation_documents(texts, teacher, tmp_pa
     )
     assert "prepare.text_documents was 'line', the study's is 'paragraph'" in said(
         "settings.prepare.text_documents=paragraph"
+    )
+    # Data that were made elsewhere: what the run's settings say of preparing was never used.
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    for path, was, now in (
+        (other / "runs/big/config.yaml", str(teacher), str(other)),
+        (other / "data/manifest.json", '"settings":', '"something":'),
+    ):
+        text = path.read_text()
+        assert was in text
+        path.write_text(text.replace(was, now))
+    assert "not known how its data, or the study's, were prepared" in unseen(
+        taught(tmp_path, texts, other)
     )
     models = MODELS.replace("run: TEACHER/runs/big", "hf: org/name")
     study = taught(tmp_path, texts, teacher, models=models)
