@@ -59,7 +59,8 @@ class RunFigures:
     model: str
     seed: int
     parameters: int
-    device: str
+    # Of all its cycles, in order of name.
+    devices: list[str]
     # By cycle, from the first.
     points: list[Point]
     # Records of alarms, of controllers' decisions, and of what else a person should know.
@@ -73,6 +74,11 @@ class RunFigures:
     data_wait: float
     # goodput.summary of all its processes, killed ones included.
     goodput: dict[str, Any]
+
+    @property
+    def peak_memory(self) -> int:
+        """The highest of all cycles: a process that went on may have evaluated alone."""
+        return max(point.peak_memory for point in self.points)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +225,7 @@ def _run(study: Study, journal: Journal, model: str, seed: int) -> RunFigures | 
         model=model,
         seed=seed,
         parameters=last["parameters"],
-        device=last["device"],
+        devices=sorted({event["device"] for event in evaluated}),
         points=points,
         alarms=read_records(directory / ALARMS),
         decisions=read_records(directory / DECISIONS),

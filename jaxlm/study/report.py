@@ -273,9 +273,9 @@ def _figures(study: Study, figures: Figures) -> list[Block]:
             f"{model.training_flops():.4g}",
             f"{statistics.median(run.training_speed for run in model.runs):,.0f}",
             f"{statistics.fmean(run.data_wait for run in model.runs):.1%}",
-            size_text(max(run.points[-1].peak_memory for run in model.runs)),
+            size_text(max(run.peak_memory for run in model.runs)),
             model.runs[0].points[-1].peak_memory_of,
-            ", ".join(sorted({run.device for run in model.runs})),
+            ", ".join(sorted({device for run in model.runs for device in run.devices})),
         ]
         for model in figures.models.values()
     ]
@@ -348,6 +348,10 @@ def _equal(study: Study, figures: Figures) -> list[Block]:
         )
     )
     blocks.append("Interpolated differences have no interval; the verdict is at equal tokens.")
+    runs = [run for model in (*models, reference) for run in model.runs]
+    devices = sorted({device for run in runs for device in run.devices})
+    if len(devices) > 1:
+        blocks.append(f"Seconds are of several devices ({', '.join(devices)}): not comparable.")
     blocks.append(
         "Each row is at the farthest place that both have reached; between the ends of cycles, "
         "losses are interpolated over the logarithm of the axis, before the first they are not "
@@ -637,7 +641,7 @@ def _sweep(study: Study, figures: Figures) -> list[Block]:
                 f"{_final(figures, model):.4f}",
                 f"{seconds:,.0f}",
                 f"{statistics.median(run.training_speed for run in model.runs):,.0f}",
-                size_text(max(run.points[-1].peak_memory for run in model.runs)),
+                size_text(max(run.peak_memory for run in model.runs)),
             ]
         )
     header = ["optimizer", "best rate", "rates tried", "validation loss", "seconds of training"]

@@ -534,8 +534,8 @@ def test_a_save_that_fails_removes_nothing(finished, texts, tmp_path, monkeypatc
     assert_same(finished, study)
 
 
-def test_a_model_that_has_diverged_is_reported_and_not_judged(finished, tmp_path):
-    study = copy_of(finished, tmp_path)
+def rewrite(study, change) -> None:
+    """Write a study's journal again, its events changed by `change(event, values)`."""
     old = Journal(study.directory / "journal.jsonl")
     old.path.unlink()
     journal = Journal(old.path)
@@ -543,6 +543,14 @@ def test_a_model_that_has_diverged_is_reported_and_not_judged(finished, tmp_path
         values = {
             k: v for k, v in event.items() if k not in ("event", "time", "previous", "sha256")
         }
+        change(event, values)
+        journal.append(event["event"], **values)
+
+
+def test_a_model_that_has_diverged_is_reported_and_not_judged(finished, tmp_path):
+    study = copy_of(finished, tmp_path)
+
+    def diverge(event, values):
         if event["event"] == "evaluated" and event["model"] == "loop":
             path = study.directory / f"evaluations/loop-42-cycle-{event['cycle']}.npz"
             with np.load(path) as arrays:
@@ -551,13 +559,30 @@ def test_a_model_that_has_diverged_is_reported_and_not_judged(finished, tmp_path
             np.savez(path, **changed)
             values["documents"] = sha256_of(path)
             values["evaluations"]["validation"][0] |= {"cross_entropy": None, "perplexity": None}
-        journal.append(event["event"], **values)
+
+    rewrite(study, diverge)
     with pytest.raises(Failure, match="is done, and its verdict withheld: loop at depth 1: losses"):
         finish(study)
     text = (study.directory / "report.md").read_text()
     assert "loop at depth 1: losses: inf at seed 0, document 0" in text
     assert "| loop | 1 | - |" in text
     assert "is better by" not in text
+
+
+def test_the_report_tells_the_peak_and_the_devices_of_all_cycles(finished, tmp_path):
+    """The last process of a run may have evaluated alone, on another device."""
+    study = copy_of(finished, tmp_path)
+
+    def move(event, values):
+        if event["event"] == "evaluated" and event["model"] == "loop":
+            values["peak_memory_bytes"] = [3_000_000, 9_000_000, 2_000_000][event["cycle"] - 1]
+            values["device"] = "NVIDIA A" if event["cycle"] < 3 else "NVIDIA B"
+
+    rewrite(study, move)
+    finish(study)
+    text = (study.directory / "report.md").read_text()
+    assert re.search(r"\| loop \| recurrent .* 9.00 MB \| process \| NVIDIA A, NVIDIA B \|", text)
+    assert "Seconds are of several devices (NVIDIA A, NVIDIA B, cpu): not comparable." in text
 
 
 @pytest.mark.long
