@@ -91,6 +91,11 @@ def prepare(config: Config, tokens: int | None = None) -> DataDirectory:
         if enough or data.manifest["source"].get("complete", True):
             _check_source(data, config.prepare)
             return data
+        if not (directory / JOURNAL).exists():
+            raise UserError(
+                f"{directory / JOURNAL}: missing, so that it is not known where to go on; bring it "
+                f"back from a copy, or prepare the data again in another directory"
+            )
     elif directory.exists() and any(directory.iterdir()) and not (directory / JOURNAL).exists():
         raise UserError(f"{directory}: holds other files; choose another data.directory")
     sources = _in_order(find_sources(config.prepare.inputs), config.prepare.seed)

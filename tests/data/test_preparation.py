@@ -312,7 +312,7 @@ def test_what_a_pause_named_stays_when_the_file_turns_out_to_be_damaged(tmp_path
     assert np.array_equal(data.counts("train"), whole.counts("train"))
 
 
-def test_a_file_that_was_read_in_part_and_paused_in_must_stay(tmp_path):
+def test_a_file_that_was_read_in_part_and_the_journal_of_it_must_stay(tmp_path):
     path = write(tmp_path / "a.txt", documents(300))
     config = config_for(tmp_path, "data", [path])
     prepare(config, 3000)
@@ -321,6 +321,13 @@ def test_a_file_that_was_read_in_part_and_paused_in_must_stay(tmp_path):
     with pytest.raises(UserError, match=r"a\.txt changed after a part of it was read"):
         prepare(config, 6000)
     path.write_bytes(kept)
+    # Without the journal nothing is begun anew over what the manifest names.
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "data").rglob("*.npy")}
+    (tmp_path / "data/preparation.sqlite").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"preparation\.sqlite: missing"):
+        prepare(config, 6000)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "data").rglob("*.npy")} == before
+    (tmp_path / "elsewhere").rename(tmp_path / "data/preparation.sqlite")
     assert len(prepare(config, 6000).stream("train")) >= 6000
 
 
