@@ -6,11 +6,17 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxlm.config import ModelConfig, RecurrentConfig, TransformerConfig
 from jaxlm.data.shards import ShardWriter
 from jaxlm.models.build import apply, init_params, logits
+
+
+def long(*values):
+    """A case of a parametrized test that only `make test-long` runs."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def write_documents(directory: Path, train, validation, vocabulary_size: int, **kwargs) -> Path:

@@ -335,6 +335,7 @@ def assert_alike(one, two, tolerance):
         assert getattr(two[1], name) == pytest.approx(getattr(one[1], name), rel=tolerance)
 
 
+@pytest.mark.long
 def test_both_engines_and_any_split_learn_alike():
     with jax.enable_x64(True):
         plain = steps(spec_of())

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from helpers import long
 
 from jaxlm.config import load
 from jaxlm.data.pipeline import PackedRows
@@ -79,7 +80,7 @@ def run(gpu, monkeypatch):
     ("before", "words", "parts"),
     [
         (["-c", BLOCKED], [], {"forward", "backward", "optimizer"}),
-        (
+        long(
             [],
             ["model.kind=recurrent", "training.update=in_backward"],
             {"forward", "backward_and_optimizer"},

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import write_documents
+from helpers import long, write_documents
 
 from jaxlm.config import load
 from jaxlm.memory.devices import RTX3090
@@ -153,7 +153,13 @@ PRESETS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("recurrent_3b_rtx3090", "transformer_3b_rtx3090") else long(name)
+        for name in PRESETS
+    ],
+)
 def test_presets_made_small_train(counting_data, name):
     """The preset's engine, dtypes and optimizer, with the inputs of layers on the device."""
     assert len(PRESETS) == 5

@@ -7,6 +7,7 @@ from helpers import (
     largest_difference,
     layers_one_by_one,
     logits_of,
+    long,
     params_of,
     row_keys_of,
     tiny_model,
@@ -95,7 +96,9 @@ def test_right_padding_changes_nothing(config, tokens):
     assert np.abs(padded[:, :7] - short).max() <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["recurrent concat", "recurrent add sandwich", "transformer"])
+@pytest.mark.parametrize(
+    "name", ["recurrent concat", long("recurrent add sandwich"), "transformer"]
+)
 def test_an_all_padding_row_is_harmless(name, tokens):
     """It changes no other row, gives no gradient, and everything stays finite."""
     config = MODELS[name]
@@ -157,7 +160,7 @@ def training_loss(config, params, tokens, depth, backprop, max_backprop):
     ).cross_entropy
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "transformer"])
+@pytest.mark.parametrize("kind", ["recurrent", long("transformer")])
 def test_rematerialisation_changes_no_gradient(tokens, kind):
     def grads(remat):
         config = tiny_model(kind, dropout=0.1, remat=remat)
@@ -197,7 +200,7 @@ def unrolled(config, params, tokens, depth, backprop):
     return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - target)
 
 
-@pytest.mark.parametrize("initial_state", ["normal", "prelude"])
+@pytest.mark.parametrize("initial_state", ["normal", long("prelude")])
 def test_one_compilation_equals_plain_python_at_every_depth(tokens, initial_state):
     config = tiny_model(initial_state=initial_state)
     params = params_of(config)

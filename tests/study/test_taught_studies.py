@@ -570,6 +570,7 @@ def test_a_teacher_of_hugging_face_makes_the_records_of_one_long_caching(
     assert "org/name (huggingface): revision c0ffee, weights bfloat16." in text
 
 
+@pytest.mark.long
 def test_data_prepared_elsewhere_are_left_alone_and_the_cache_is_the_studys(
     finished,
     texts,  # noqa: F811

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_model
+from helpers import long, tiny_model
 from test_layerwise import in_backward, window_of
 from test_layerwise import spec_of as layerwise_spec_of
 from test_runs import (
@@ -281,7 +281,7 @@ def test_a_changed_controller_begins_anew_and_the_others_go_on():
 # ---------------------------------------------------------------- the step
 
 
-@pytest.mark.parametrize("engine", ["after_backward", "in_backward"])
+@pytest.mark.parametrize("engine", ["after_backward", long("in_backward")])
 def test_a_multiplier_of_one_changes_no_bit_and_another_scales_rate_and_decay(engine):
     """Weights, state and metrics of two updates; decay alone where the gradient is zero."""
     model = tiny_model(
@@ -373,7 +373,7 @@ def controlled_state(config):
     }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["after_backward", long("in_backward")])
 def test_a_controlled_run_resumes_bit_for_bit_in_the_middle_of_decisions(
     random_data, monkeypatch, engine
 ):
@@ -410,6 +410,7 @@ def test_a_controlled_run_resumes_bit_for_bit_in_the_middle_of_decisions(
         assert record["learning_rate"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_forgotten_state_of_control_is_noticed(random_data, monkeypatch):
     """The comparison above fails where the queue of records is lost."""
     config = config_for(random_data, "unbroken", **CONTROLLED)

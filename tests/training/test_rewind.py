@@ -147,6 +147,7 @@ def test_the_rate_is_lower_after_a_spike(random_data, monkeypatch):
     assert [r["rate_multiplier"] for r in records] == [1.0] * 8 + [0.25] * 6 + [1.0] * 26
 
 
+@pytest.mark.long
 def test_an_interruption_after_going_back_changes_nothing(random_data, monkeypatch):
     """Interrupted right before the spike is noticed, and twice after it."""
     config = spiky(random_data, "whole", "skip_data")

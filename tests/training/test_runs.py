@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_model, write_documents
+from helpers import long, tiny_model, write_documents
 
 from jaxlm.config import (
     CheckpointConfig,
@@ -158,7 +158,7 @@ def unbroken(random_data):
     return final_state(config)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [long("after_backward"), "in_backward"])
 def test_three_parts_equal_one_run_bit_for_bit(random_data, monkeypatch, engine):
     """40 updates = 13 + SIGTERM + 14 + Ctrl-C + the rest, with dropout, depth draws and noise."""
     config = config_for(random_data, "unbroken", **ENGINES[engine])
@@ -268,7 +268,7 @@ def test_planned_beside_measured_memory():
     assert "and 8.05 GB of pinned host memory;" in memory_line((1, 8_050_000_000), 2)
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "transformer"])
+@pytest.mark.parametrize("kind", ["recurrent", long("transformer")])
 def test_two_tiny_documents_are_learnt(tmp_path, kind):
     """Ids [11,12,13,14] and [21,22], one row each, 2 micro-batches: 60 epochs are 60 updates."""
     documents = [[11, 12, 13, 14], [21, 22]]
@@ -695,6 +695,7 @@ def test_signals_end_the_script_with_their_codes(random_data, tmp_path):
     assert f"Continuing {directory_of(config)} after update {before}" in output
 
 
+@pytest.mark.long
 def test_out_of_memory_names_settings_and_the_planner(random_data, monkeypatch, capsys):
     config = config_for(random_data)
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")

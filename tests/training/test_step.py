@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import largest_difference, tiny_model
+from helpers import largest_difference, long, tiny_model
 
 from jaxlm.config import Config, LossConfig, OptimConfig, TrainingConfig
 from jaxlm.losses import LossSums
@@ -64,6 +64,7 @@ def gradients(spec, window):
     return jax.tree.map(lambda g: np.asarray(g) / tokens, grads), float(total) / tokens, tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["recurrent", "transformer"])
 def test_gradients_do_not_depend_on_the_split(kind):
     """Rows of 1 to 8 target tokens in 1, 2, 4, 8 micro-batches, dropout and noise included.
@@ -212,7 +213,9 @@ def optimizer(config):
     )
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "muon", "optax_adafactor"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "adamw_8bit", long("adafactor"), long("muon"), "optax_adafactor"]
+)
 def test_decay_pulls_matrices_and_embeddings_alone_and_scales_with_the_rate(name):
     spec = spec_of(tiny_model(injection="diagonal"))
     params = init_state(spec).params
@@ -305,8 +308,8 @@ def test_a_gradient_that_is_not_finite_costs_its_window_alone(accumulation):
     [
         {"name": "adamw"},
         {"name": "muon", "accumulator_dtype": "bfloat16"},
-        {"name": "adafactor", "half_life_tokens": 100},
-        {"name": "adamw", "accumulation": "optax_multisteps"},
+        long({"name": "adafactor", "half_life_tokens": 100}),
+        long({"name": "adamw", "accumulation": "optax_multisteps"}),
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
@@ -323,6 +326,7 @@ def test_state_is_stable_and_float32_under_bfloat16_weights(settings):
     assert bool(metrics.applied)
 
 
+@pytest.mark.long
 def test_small_updates_of_bfloat16_weights_are_kept_on_average():
     """A rate far below half a step of the weights: nearest changes almost nothing."""
     model = tiny_model("transformer", param_dtype="bfloat16", compute_dtype="bfloat16")
