@@ -79,6 +79,9 @@ def teacher_of(options: argparse.Namespace) -> TeacherConfig:
     """
     keys = [field.name for field in dataclasses.fields(TeacherConfig)]
     given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
+    for key, kind in (("update", "hf"), ("device_map", "run")):
+        if getattr(options, key) is not None and getattr(options, kind) is not None:
+            raise UserError(f"--{key.replace('_', '-')} does not go with --{kind}")
     if options.quantization is not None:
         given["quantization"] = quantization_of(options.quantization)
     return read_tree(TeacherConfig, given, {key: f"--{key.replace('_', '-')}" for key in given})

@@ -28,6 +28,7 @@ LAYERS = {
     "environment": 5,
     "files": 5,
     "errors": 6,
+    "signals": 6,
 }
 # What of the same layer a package may use besides itself.
 PEERS = {
@@ -45,6 +46,7 @@ PEERS = {
     "environment": set(),
     "files": set(),
     "errors": set(),
+    "signals": set(),
 }
 FILES = sorted([*ROOT.glob("jaxlm/**/*.py"), *ROOT.glob("scripts/*.py")])
 

@@ -285,6 +285,11 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         }
         sweep = {}
     config = file.study
+    if sweep and config.reference is not None:
+        raise UserError(
+            f"{path}: study.reference: optimizers are compared with the first of the sweep; remove "
+            f"it, and put that one first"
+        )
     if config.reference is not None and config.reference not in models:
         raise UserError(
             f"{path}: study.reference is {config.reference}; the models are {', '.join(models)}"

@@ -448,3 +448,8 @@ def test_the_script_plans_without_loading(tmp_path, data):
     assert "teacher-name-32b: 157 records to make" in result.stdout.replace("\n", "")
     assert "34 bytes a token" in result.stdout
     assert [p.name for p in data.directory.iterdir() if p.name.startswith("teacher")] == []
+    result = subprocess.run(
+        [*command, *plan, "--update", "3"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert "error: --update does not go with --hf" in result.stderr

@@ -136,6 +136,8 @@ def test_a_sweep_is_a_model_for_each_rate_and_gives_each_optimizer_as_many(tmp_p
     assert study.sweep["adam-lr0.003"] == ("adam", 0.003)
     with pytest.raises(UserError, match=r"as many learning rates .* factored 2, adam 1"):
         read(tmp_path, text.replace("[3e-3, 1e-3]", "[3e-3]"))
+    with pytest.raises(UserError, match=r"study\.reference: optimizers are compared with"):
+        read(tmp_path, text.replace("cycles: 3", "cycles: 3\n  reference: adam-lr0.001"))
 
 
 def test_what_may_change_while_a_study_is_under_way(tmp_path):
