@@ -45,7 +45,7 @@ from jaxlm.environment import PACKAGES
 from jaxlm.errors import Failure, UserError
 from jaxlm.evaluation.evaluate import unigram_cross_entropy
 from jaxlm.files import Lock, sha256_of, size_text, write_atomically
-from jaxlm.signals import ending
+from jaxlm.signals import on_ending
 from jaxlm.study.blocks import digest_of, first_difference, read_blocks
 from jaxlm.study.folder import bytes_in, check_removable, free_bytes, refuse_links, remove
 from jaxlm.study.journal import Journal
@@ -94,8 +94,7 @@ def launcher(environment: Mapping[str, str]) -> Launch:
             del frame
             received.append(signal.Signals(number))
 
-        previous = {number: signal.signal(number, remember) for number in ending()}
-        try:
+        with on_ending(remember):
             # Not in the terminal's foreground group, where it would get Ctrl-C a second time.
             worker = ["-m", "jaxlm.study.worker", str(job), str(os.getpid())]
             command = [sys.executable, *worker]
@@ -107,9 +106,6 @@ def launcher(environment: Mapping[str, str]) -> Launch:
                     passed_on += 1
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     code = child.wait(_PASS_ON_SECONDS)
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
         if received:
             raise StoppedError(received[0])
         return code

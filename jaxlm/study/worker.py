@@ -42,7 +42,7 @@ from jaxlm.evaluation.evaluate import (
     number_of_batches,
 )
 from jaxlm.files import Lock, write_atomically, write_json
-from jaxlm.signals import ending
+from jaxlm.signals import on_ending
 from jaxlm.training.loop import Run, train
 
 STOPPED = 75  # exit code after a signal: saved, and to be started again
@@ -174,12 +174,8 @@ class _Signals:
             name = signal.Signals(number).name
             print(f"\n{name}: saving what was predicted so far", flush=True)
 
-        previous = {number: signal.signal(number, handle) for number in ending()}
-        try:
+        with on_ending(handle):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 def _predict(job: TeacherJob) -> int:

@@ -48,7 +48,7 @@ from jaxlm.files import Lock, append_line, write_atomically
 from jaxlm.memory.devices import peak_flops
 from jaxlm.models.depth import draw_depth
 from jaxlm.models.flops import flops_per_token
-from jaxlm.signals import ending
+from jaxlm.signals import on_ending
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce
 from jaxlm.training.control import Control, Settings
@@ -138,12 +138,8 @@ class _Signals:
                 flush=True,
             )
 
-        previous = {number: signal.signal(number, handle) for number in ending()}
-        try:
+        with on_ending(handle):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 def resolve_config(config: Config, data: DataDirectory, windows: Windows) -> Config:

@@ -151,12 +151,22 @@ def test_cycles_equal_one_long_cycle(finished, texts, tmp_path):
     text = TINY.replace("cycles: 3", "cycles: 1").replace("cycle: 320", "cycle: 960")
     text = text.replace("sequence_length: 8", "sequence_length: 8, shuffle_tokens: 320")
     one = study_in(tmp_path, texts, text=text)
-    with Cycles(one, launch) as cycles:
+    one_long_cycle(one)
+    for run in ("loop-42", "plain-42"):
+        first, second = (study.directory / "models" / run for study in (finished, one))
+        names = ["blocks.jsonl", "metrics.jsonl", "evaluations.jsonl"]
+        for name in names:
+            assert timeless(first / name) == timeless(second / name), name
+        assert len(read_records(first / "evaluations.jsonl")) == 6
+        assert arrays_of(first / "checkpoints/30") == arrays_of(second / "checkpoints/30")
+
+
+def one_long_cycle(study) -> None:
+    """Run a study of one cycle with the validation documents that a third of its tokens bring."""
+    with Cycles(study, launch) as cycles:
         cycles._begin()
-        # Its validation documents: those that are there after a third of the tokens.
-        config = cycles._data_config()
-        machine.prepare(config, 321)
-        kept = DataDirectory(one.data_directory).manifest["splits"]["validation"]["tokens"]
+        machine.prepare(cycles._data_config(), 321)
+        kept = DataDirectory(study.data_directory).manifest["splits"]["validation"]["tokens"]
         append = cycles.journal.append
 
         def with_first_validation(kind, **values):
@@ -166,20 +176,14 @@ def test_cycles_equal_one_long_cycle(finished, texts, tmp_path):
 
         cycles.journal.append = with_first_validation
         cycles.run()
-    for run in ("loop-42", "plain-42"):
-        first, second = (study.directory / "models" / run for study in (finished, one))
-        names = ["blocks.jsonl", "metrics.jsonl", "evaluations.jsonl"]
-        for name in names:
-            timeless = [
-                [
-                    {k: v for k, v in r.items() if "second" not in k and "data_wait" not in k}
-                    for r in read_records(folder / name)
-                ]
-                for folder in (first, second)
-            ]
-            assert timeless[0] == timeless[1], name
-        assert len(read_records(first / "evaluations.jsonl")) == 6
-        assert arrays_of(first / "checkpoints/30") == arrays_of(second / "checkpoints/30")
+
+
+def timeless(path: Path) -> list[dict]:
+    """Records without what is measured by a clock."""
+    return [
+        {k: v for k, v in r.items() if "second" not in k and "data_wait" not in k}
+        for r in read_records(path)
+    ]
 
 
 def arrays_of(checkpoint: Path) -> dict[str, bytes]:

@@ -19,8 +19,10 @@ from test_cycle import (
     finish,
     launch,
     live,
+    one_long_cycle,
     study_in,
     texts,  # noqa: F401
+    timeless,
 )
 from test_processes import command_of, start, wait_for, workers_of
 
@@ -132,13 +134,6 @@ KINDS = [
 ]
 
 
-def timeless(path: Path) -> list[dict]:
-    return [
-        {k: v for k, v in r.items() if "second" not in k and "data_wait" not in k}
-        for r in read_records(path)
-    ]
-
-
 def test_a_study_with_a_teacher_from_its_beginning_to_its_end(finished):
     journal = Journal(finished.directory / "journal.jsonl", read_only=True)
     assert [event["event"] for event in journal.events] == KINDS + 2 * KINDS[1:]
@@ -218,23 +213,6 @@ def test_a_damaged_record_and_a_foreign_file_are_not_removed(texts, teacher, tmp
         "manifest.json",
         "notes.txt",
     ]
-
-
-def one_long_cycle(study):
-    """Run a study of one cycle with the validation documents that a third of its tokens bring."""
-    with Cycles(study, launch) as cycles:
-        cycles._begin()
-        machine.prepare(cycles._data_config(), 321)
-        kept = DataDirectory(study.data_directory).manifest["splits"]["validation"]["tokens"]
-        append = cycles.journal.append
-
-        def with_first_validation(kind, **values):
-            if kind == "prepared":
-                values["validation_tokens"] = kept
-            return append(kind, **values)
-
-        cycles.journal.append = with_first_validation
-        cycles.run()
 
 
 def same_runs(one, other):
