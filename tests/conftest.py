@@ -3,12 +3,13 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Compilation dominates these tests; LLVM's optimiser is most of it and changes no rule they check.
-# And compiling for a GPU that is not there cannot time kernels.
+# Compilation dominates these tests; LLVM's optimiser and the MLIR fusion emitters are most of it,
+# and change no rule that they check. And compiling for a GPU that is not there cannot time kernels.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
         "--xla_gpu_autotune_level=0",
     ]
 )

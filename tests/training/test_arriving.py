@@ -50,7 +50,9 @@ def arriving(folder, name, updates=UPDATES, **data):
         folder / name / "data",
         prepare=prepared,
         data=DataConfig(**settings),
-        model=tiny_model(dropout=0.1, width=16, heads=2, feed_forward=32, vocabulary_size=300),
+        model=tiny_model(
+            "transformer", dropout=0.1, width=16, heads=2, feed_forward=32, vocabulary_size=300
+        ),
         evaluation=EvaluationConfig(every=10, depths=(1,), batch_rows=4, rows=8),
     )
     return dataclasses.replace(

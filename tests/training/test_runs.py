@@ -569,9 +569,10 @@ def test_a_longer_horizon_is_a_named_change_of_schedule(random_data):
     """10 updates of a cosine, then on to 20: update 10 is the middle of the longer one."""
     optim = OptimConfig(name="adamw", learning_rate=1e-2)
     short = TrainingConfig(updates=10, micro_batch_rows=2, micro_batches=2)
-    assert loop.train(config_for(random_data, training=short, optim=optim)) == 0
+    common = {"model": tiny_model("transformer", width=16, heads=2, feed_forward=32)}
+    assert loop.train(config_for(random_data, training=short, optim=optim, **common)) == 0
     longer = loop.dataclasses.replace(short, updates=20)
-    config = config_for(random_data, training=longer, optim=optim)
+    config = config_for(random_data, training=longer, optim=optim, **common)
     with pytest.raises(
         UserError, match=r"updates: was 10, is 20 \(--allow-changes horizon allows it"
     ):
