@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from jaxlm import environment
 from jaxlm.config import Config, load
+from jaxlm.console import lasting_output
 from jaxlm.errors import Failure, UserError
 
 
@@ -43,6 +44,7 @@ def config_from(arguments: argparse.Namespace) -> Config:
 def run_script(main: Callable[[], int]) -> None:
     """Run a script's main function and exit; a user's mistake is one line and exit code 2."""
     environment.prepare()
+    lost = lasting_output()
     if importlib.util.find_spec("jax_cuda12_plugin") and not environment.has_gpu_driver():
         # The extra `plan` brings XLA's GPU compiler to machines without a GPU, where JAX would
         # report the missing libraries with a traceback before it falls back to the CPU.
@@ -66,4 +68,8 @@ def run_script(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
+    error = lost()
+    if error is not None:
+        print(f"error: part of the output could not be written: {error.strerror}", file=sys.stderr)
+        code = code or 1
     sys.exit(code)

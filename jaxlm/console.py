@@ -1,5 +1,7 @@
 """Progress of long work: a bar with time left on a terminal, plain lines elsewhere."""
 
+import errno
+import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +15,58 @@ from rich.table import Column
 
 T = TypeVar("T")
 Advance = Callable[[int, str], None]
+
+
+class _Lasting(io.FileIO):
+    """A file that takes everything, also when nobody reads any more or its disk is full."""
+
+    def __init__(self, descriptor: int):
+        super().__init__(descriptor, "wb", closefd=False)
+        self.lost: OSError | None = None
+
+    def write(self, data: Any) -> int | None:
+        """Write, or remember why it was not possible."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.lost = error
+            return len(data)
+
+
+def lasting_output() -> Callable[[], OSError | None]:
+    """From here on, standard output and error end no work that prints to them.
+
+    A terminal is closed, `tee` dies of the same Ctrl-C, the disk of a log fills up: none of it is a
+    reason to lose the updates since the last checkpoint.
+
+    Returns:
+        A function that says why part of the output was lost; None where nothing was, and where
+        its reader has gone.
+    """
+    files: list[_Lasting] = []
+
+    def lasting(stream: Any) -> Any:
+        if stream is None:  # closed before the start
+            return None
+        stream.flush()
+        files.append(_Lasting(stream.fileno()))
+        return io.TextIOWrapper(
+            io.BufferedWriter(files[-1]),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+
+    def lost() -> OSError | None:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        gone = (errno.EPIPE, errno.EIO)
+        return next((f.lost for f in files if f.lost and f.lost.errno not in gone), None)
+
+    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
+    return lost
 
 
 def console() -> rich.console.Console:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -167,12 +168,28 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a file, and sync it."""
+    """Append a line to a file, and sync it.
+
+    What a power failure left of a line, without its end, is cut off first.
+    """
     left = (line + "\n").encode()
-    with naming(path), path.open("ab", buffering=0) as file:
+    with naming(path), path.open("ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        if file.read(1) not in (b"", b"\n"):
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)
         while left:  # a disk that fills up takes a part, and says so at the next write
             left = left[file.write(left) :]
         os.fsync(file.fileno())
+
+
+def finite(tree: Any) -> Any:
+    """Plain values with None for each number that is not finite: JSON has none of these."""
+    if isinstance(tree, dict):
+        return {key: finite(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def write_json(path: Path, value: Any) -> None:

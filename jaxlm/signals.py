@@ -1,6 +1,7 @@
 """Signals that end long work in order."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -23,3 +24,14 @@ def on_ending(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
+
+
+def say(text: str) -> None:
+    """Print a line from within a handler.
+
+    Not through `sys.stdout`: a handler may stand in the middle of another print, and the terminal
+    may be what has gone.
+    """
+    shown = "\x1b[?25h" if os.isatty(1) else ""  # the cursor, which a progress bar hides
+    with contextlib.suppress(OSError):
+        os.write(1, f"{shown}\n{text}\n".encode())

@@ -12,7 +12,7 @@ from jaxlm.data.pipeline import rows_of, validation_stream
 from jaxlm.errors import UserError
 from jaxlm.evaluation.evaluate import evaluate, number_of_batches, unigram_cross_entropy
 from jaxlm.evaluation.report import evaluation_json, evaluation_table
-from jaxlm.files import write_json
+from jaxlm.files import finite, write_json
 from jaxlm.training.loading import load_run
 
 
@@ -69,7 +69,7 @@ def main() -> int:
     console().print(evaluation_table(evaluations, title))
     console().print(f"Unigram cross-entropy of the validation tokens: {unigram:.4f}")
     if arguments.json is not None:
-        write_json(arguments.json, evaluation_json(evaluations, unigram, run.update))
+        write_json(arguments.json, finite(evaluation_json(evaluations, unigram, run.update)))
     return 0
 
 

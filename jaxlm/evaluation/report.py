@@ -55,7 +55,7 @@ def _markdown(report: dict[str, Any], evaluations: Sequence[Evaluation], curves:
     names = [name for name, _, _ in _COLUMNS]
     rows = [names, ["---:"] * len(names), *[_cells(e) for e in evaluations]]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    best = min(evaluations, key=lambda e: e.cross_entropy)
+    best = min(evaluations, key=lambda e: (math.isnan(e.cross_entropy), e.cross_entropy))
     gain = report["unigram_cross_entropy"] - best.cross_entropy
     at = "" if best.depth is None else f" at depth {best.depth}"
     picture = "\n![Training and validation loss](curves.png)\n" if curves else ""

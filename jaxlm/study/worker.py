@@ -42,7 +42,7 @@ from jaxlm.evaluation.evaluate import (
     number_of_batches,
 )
 from jaxlm.files import Lock, write_atomically, write_json
-from jaxlm.signals import on_ending
+from jaxlm.signals import on_ending, say
 from jaxlm.training.loop import Run, train
 
 STOPPED = 75  # exit code after a signal: saved, and to be started again
@@ -171,8 +171,7 @@ class _Signals:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if self.loading:
                 raise SystemExit(STOPPED)
-            name = signal.Signals(number).name
-            print(f"\n{name}: saving what was predicted so far", flush=True)
+            say(f"{signal.Signals(number).name}: saving what was predicted so far")
 
         with on_ending(handle):
             yield

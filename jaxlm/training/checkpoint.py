@@ -319,6 +319,9 @@ class Checkpoints:
         damaged: dict[int, list[str]] = {}
         for update in reversed(self.updates):
             damage = self._damage(update, without)
+            if not (self.directory / str(update)).is_dir():
+                # The process that trains has removed it meanwhile: there is a newer one.
+                return self._newest_whole(without)
             if not damage:
                 return update, damaged
             damaged[update] = damage
@@ -331,11 +334,11 @@ class Checkpoints:
         return None, {}
 
     def _damage(self, update: int, without: str | None) -> list[str]:
-        found = inspect(self.directory / str(update), without=without)
-        if found.unverified:
+        path = self.directory / str(update)
+        found = inspect(path, without=without)
+        if found.unverified and path.is_dir():
             print(
-                f"warning: {self.directory / str(update)}: has no manifest.json, so that damage "
-                f"would go unnoticed",
+                f"warning: {path}: has no manifest.json, so that damage would go unnoticed",
                 file=sys.stderr,
             )
         return found.damage
@@ -387,7 +390,14 @@ class Checkpoints:
         path = self.directory / str(update)
         try:
             return ocp.load_checkpointables(str(path.absolute()), target)
-        except (KeyError, ValueError) as error:  # KeyError: Orbax's NoEntryError
+        except (KeyError, ValueError, OSError) as error:  # KeyError: Orbax's NoEntryError
+            if not path.is_dir():
+                raise Failure(
+                    f"{path}: was removed while it was read; does another process train this run? "
+                    f"Try again"
+                ) from error
+            if isinstance(error, OSError):
+                raise
             raise Failure(
                 f"{path}: cannot be read as the state of this configuration "
                 f"({error.__cause__ or error})"

@@ -1,9 +1,10 @@
 """What a check finds, and what that says about causes: shared by all checks of preflight.py."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
+
+from jaxlm.files import finite
 
 Context = TypeVar("Context")
 
@@ -49,17 +50,10 @@ def result(
 ) -> Result:
     """A result with its causes in the order of their weight; a pass has none."""
     ordered = tuple(sorted(causes, key=lambda cause: -cause.weight))
-    numbers = {key: _finite(value) for key, value in numbers.items()}
+    numbers = {key: finite(value) for key, value in numbers.items()}
     if passed:
         return Result(name, True, figure, threshold, numbers=numbers)
     return Result(name, False, figure, threshold, ordered, look_at, numbers)
-
-
-def _finite(value: Any) -> Any:
-    """Plain values with None for each number that is not finite: JSON has none of these."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def skipped(name: str, why: str) -> Result:

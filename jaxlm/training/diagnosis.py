@@ -116,8 +116,9 @@ class Diagnosis:
     def read_update(self, record: dict[str, Any]) -> list[Finding]:
         """What the record of an update brings to notice."""
         self._recent.append(record)
-        if record["loss"] is not None and len(self._first_losses) < ZERO_UPDATES:
-            self._first_losses.append(record["loss"])
+        loss = record["cross_entropy"]  # the loss itself may be that to a teacher
+        if loss is not None and len(self._first_losses) < ZERO_UPDATES:
+            self._first_losses.append(loss)
         return self._new(record["update"], self._of_updates(record["update"]))
 
     def read_evaluation(self, record: dict[str, Any]) -> list[Finding]:

@@ -30,10 +30,12 @@ from jaxlm.training.manifest import damage_text, inspect, updates_in
 from jaxlm.training.metrics import (
     ALARMS,
     BLOCKS,
+    CHANGES,
     DECISIONS,
     EVALUATIONS,
     METRICS,
     MONITORS,
+    STARTS,
     read_records,
 )
 from jaxlm.training.monitors import Alarms
@@ -42,7 +44,6 @@ from jaxlm.training.rewind import Rewinds
 from jaxlm.training.spec import step_spec
 from jaxlm.training.step import init_state
 
-CHANGES = "changes.jsonl"
 # Rates are computed in float32.
 _RATE_DIFFERENCE = 1e-5
 # Windows that are read again to compare their blocks.
@@ -105,9 +106,16 @@ def records(of: FinishedRun) -> Result:
     backwards = sum(later < earlier for earlier, later in itertools.pairwise(tokens))
     found = updates_in(of.directory / "checkpoints") if _has_checkpoints(of) else []
     behind = max(found, default=0)
-    per_update = Counter(record["update"] for record in of.blocks)
-    expected = of.config.training.micro_batches
-    gaps = [u for u in updates if per_update[u] != expected]
+    numbers: dict[int, list[int]] = {update: [] for update in updates}
+    for record in of.blocks:
+        numbers.setdefault(record["update"], []).append(record["micro_batch"])
+    gaps = []
+    # How many there are of an update may change at a restart.
+    starts = sorted({0, *(start["update"] for start in read_records(of.directory / STARTS))})
+    for first, last in itertools.pairwise([*starts, len(updates)]):
+        life = [update for update in updates if first <= update < last]
+        count = max((len(numbers[update]) for update in life), default=0)
+        gaps += [u for u in life if not count or numbers[u] != list(range(count))]
     causes = []
     if missing or updates != sorted(set(updates)):
         text = f"metrics.jsonl lacks updates {listed(map(str, missing))} or has some twice"
@@ -118,7 +126,7 @@ def records(of: FinishedRun) -> Result:
         text = f"a checkpoint has {behind} updates behind it, metrics.jsonl {len(updates)}"
         causes.append(Cause("records", text, 0.95))
     if gaps:
-        text = f"blocks.jsonl does not have {expected} micro-batches of {len(gaps)} updates, the "
+        text = f"blocks.jsonl lacks micro-batches of {len(gaps)} updates or has some twice, the "
         causes.append(Cause("blocks_missing", text + f"first of them update {gaps[0]}", 0.9))
     horizon = of.config.training.updates
     return result(
@@ -151,14 +159,14 @@ def blocks(of: FinishedRun) -> Result:
         causes.append(Cause("repeated_blocks", text + ": data was read again at a resume", 0.9))
     wrong: list[int] = []
     if of.windows is not None:
-        by_update: dict[int, list[list[int]]] = {}
+        by_update: dict[int, list[int]] = {}
         for record in of.blocks:
-            by_update.setdefault(record["update"], []).append(record["blocks"])
+            by_update.setdefault(record["update"], []).extend(record["blocks"])
         numbers = np.unique(np.linspace(0, len(of.metrics) - 1, _WINDOWS).astype(int)).tolist()
         for update in numbers:
             # A rewind may have passed over windows.
             window = of.windows[of.rewinds.windows_before(update)]["block"]
-            if [[b for b in ids if b >= 0] for ids in window.tolist()] != by_update.get(update):
+            if window[window >= 0].tolist() != by_update.get(update):
                 wrong.append(update)
     if wrong:
         text = f"update {wrong[0]} saw other blocks than its window has ({len(wrong)} such): data "
@@ -246,7 +254,8 @@ def controllers(of: FinishedRun) -> Result:
                 )
         control.read_update(record)
     made = [d for d in of.decisions if d["update"] <= of.metrics[-1]["update"]]
-    differing = [d for d in (*made, *replayed) if d not in made or d not in replayed]
+    logged, due = ({tuple(d.items()) for d in decisions} for decisions in (made, replayed))
+    differing = [d for d in (*made, *replayed) if tuple(d.items()) not in logged & due]
     causes = []
     if wrong:
         text = f"{wrong[0]} ({len(wrong)} values): the controllers were not what config.yaml says, "
@@ -327,7 +336,7 @@ def _short(value: float | None) -> str:
 
 def checkpoint(of: FinishedRun) -> Result:
     """The newest checkpoint is whole, is the run's last state, and is finite."""
-    name, look = "checkpoint", "scripts/checkpoints.py --verify; jaxlm/training/checkpoint.py"
+    name, look = "checkpoint", "scripts/checkpoints.py RUN verify; jaxlm/training/checkpoint.py"
     if not _has_checkpoints(of) or not updates_in(of.directory / "checkpoints"):
         cause = Cause("no_checkpoint", "the run has no checkpoint", 0.95)
         return result(name, False, "none", "whole", [cause], look)

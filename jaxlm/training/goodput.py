@@ -106,10 +106,15 @@ def _lost(accounts: list[dict[str, Any]], lost: list[dict[str, Any]]) -> dict[st
     of it that came after the last record of that process.
     """
     counted = accounts[-1]["update"] if accounts else 0
+    unrecorded = sum(r["seconds"] for r in lost if r["update"] >= counted)
+    # Of the others, what they waited for data is in the account of that.
+    training = sum(
+        r["seconds"] * (1 - r["data_wait_fraction"]) for r in lost if r["update"] < counted
+    )
     return {
         "made_again_updates": len(lost),
-        "made_again_seconds": round(sum(r["seconds"] for r in lost), 3),
-        "unrecorded_seconds": round(sum(r["seconds"] for r in lost if r["update"] >= counted), 3),
+        "made_again_seconds": round(training + unrecorded, 3),
+        "unrecorded_seconds": round(unrecorded, 3),
     }
 
 

@@ -10,9 +10,7 @@ import dataclasses
 import gc
 import importlib.metadata
 import json
-import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -44,11 +42,11 @@ from jaxlm.evaluation.evaluate import (
     unigram_cross_entropy,
 )
 from jaxlm.evaluation.report import evaluation_json, evaluation_table, write_report
-from jaxlm.files import Lock, append_line, write_atomically
+from jaxlm.files import Lock, append_line, finite, write_atomically
 from jaxlm.memory.devices import peak_flops
 from jaxlm.models.depth import draw_depth
 from jaxlm.models.flops import flops_per_token
-from jaxlm.signals import on_ending
+from jaxlm.signals import on_ending, say
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce
 from jaxlm.training.control import Control, Settings
@@ -57,16 +55,18 @@ from jaxlm.training.goodput import Goodput, Kind, goodput_line, read_accounts, s
 from jaxlm.training.manifest import inspect, remove
 from jaxlm.training.metrics import (
     ALARMS,
+    CHANGES,
     EVALUATIONS,
     EVENTS,
     METRICS,
     MONITORS,
+    STARTS,
     RunLog,
     read_records,
 )
 from jaxlm.training.monitors import TEXTS, Alarm, Alarms, measure
 from jaxlm.training.optimizer import describe_optimizer
-from jaxlm.training.out_of_memory import explain_out_of_memory, memory_line, ran_out_of_memory
+from jaxlm.training.out_of_memory import explaining_out_of_memory, memory_line
 from jaxlm.training.profiling import (
     PROFILE,
     Phases,
@@ -77,13 +77,12 @@ from jaxlm.training.profiling import (
     write_profile,
 )
 from jaxlm.training.resume import config_changes, data_changes
-from jaxlm.training.rewind import Rewinds, SpikeError, SpikeWatch, answer
+from jaxlm.training.rewind import Rewinds, SpikeError, SpikeWatch
 from jaxlm.training.spec import StepMetrics, StepSpec, step_spec
 from jaxlm.training.state import TrainState
 from jaxlm.training.step import init_state, train_step
 from jaxlm.training.watchdog import Watchdog
 
-STARTS = "starts.jsonl"  # when the run was started, from where, and in which environment
 RECOVERY = "recovery.jsonl"  # which damaged checkpoints were passed over
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it; SIGTERM ends with 0
 
@@ -130,20 +129,25 @@ class _Signals:
             del frame
             self.received = signal.Signals(number)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if sys.stdout.isatty():
-                print("\x1b[?25h", end="")  # the cursor, which the progress bar hides
-            print(
-                f"\n{self.received.name}: finishing this update, then saving"
-                + ("; Ctrl-C again stops at once" if number == signal.SIGINT else ""),
-                flush=True,
+            say(
+                f"{self.received.name}: finishing this update, then saving"
+                + ("; Ctrl-C again stops at once" if number == signal.SIGINT else "")
             )
 
         with on_ending(handle):
             yield
 
 
-def resolve_config(config: Config, data: DataDirectory, windows: Windows) -> Config:
+def resolve_config(
+    config: Config, data: DataDirectory, windows: Windows, passed_over: int = 0
+) -> Config:
     """Fill in what the data decides: vocabulary size and number of updates.
+
+    Args:
+        config: settings.
+        data: what `windows` are made of.
+        windows: of training data.
+        passed_over: how many of them the run does not read, after spikes of its loss.
 
     Raises:
         UserError: a vocabulary too small for the data, more updates than the data gives, or a
@@ -154,12 +158,13 @@ def resolve_config(config: Config, data: DataDirectory, windows: Windows) -> Con
         raise UserError(
             f"model.vocabulary_size ({vocabulary}) is below the data's ({data.vocabulary_size})"
         )
-    available = len(windows)
+    available = len(windows) - passed_over
+    less = f" less {passed_over} that rewinds passed over" if passed_over else ""
     updates = config.training.updates or available
     if updates > available:
         raise UserError(
             f"training.updates ({updates}) needs as many windows; the data gives {available}: "
-            f"{windows.describe()}; lower training.updates or raise data.epochs"
+            f"{windows.describe()}{less}; lower training.updates or raise data.epochs"
         )
     try:
         check_horizon(config, updates)
@@ -197,7 +202,8 @@ class Run:
         """
         data = ensure_prepared(config)
         self.directory = Path(config.run.directory) / config.run.name
-        needed = until_update and Rewinds(self.directory).windows_before(until_update)
+        self.rewinds = Rewinds(self.directory)
+        needed = until_update and self.rewinds.windows_before(until_update)
         sources = open_sources(config.data, data, config.distillation.cache, needed)
         self.teacher = sources[0].stream.teacher
         self.windows = training_windows(
@@ -217,7 +223,9 @@ class Run:
             )
         self.data = data
         self.data_fingerprint = fingerprint_of(data, config.data, sources)
-        self.config = config = resolve_config(config, data, self.windows)
+        self.config = config = resolve_config(
+            config, data, self.windows, self.rewinds.passed_over()
+        )
         assert config.training.updates is not None
         self.updates = config.training.updates
         self.until = self.updates if until_update is None else until_update
@@ -234,7 +242,10 @@ class Run:
         self._data_seconds = 0.0
         # Seconds since the last read that belong to no update: compilation, profiling.
         self._aside_seconds = 0.0
-        with contextlib.ExitStack() as stack:
+        with (
+            explaining_out_of_memory(config, self.directory),
+            contextlib.ExitStack() as stack,
+        ):
             self._open(stack, allow_changes, first_of_process)
             self._open_resources = stack.pop_all()
 
@@ -252,7 +263,6 @@ class Run:
                 config.checkpoint.keep_every_tokens,
             )
         )
-        self.rewinds = Rewinds(self.directory)
         self.iterator = device_iterator(
             self.windows,
             config.data.prefetch,
@@ -266,11 +276,12 @@ class Run:
         self.control = Control(config)
         if latest is None:
             self._refuse_to_start_over()
+            self._write_config()
             self.state = jax.device_put(init_state(self.spec), self.sharding)
         else:
             self.state = self.restore(latest, allow_changes)
+            self._write_config()
         self.checkpoints.check_space(self.state)
-        write_atomically(self.directory / "config.yaml", to_yaml(config))
         self.log = RunLog(self.directory, self.progress.update, config.logging.tensorboard)
         stack.callback(self.log.close)
         self.goodput = Goodput(
@@ -289,6 +300,9 @@ class Run:
             "environment": environment.describe(),
         }
         append_line(self.directory / STARTS, json.dumps(start))
+
+    def _write_config(self) -> None:
+        write_atomically(self.directory / "config.yaml", to_yaml(self.config))
 
     def _read_what_was(self) -> None:
         """Let everything that follows the records see those of before."""
@@ -355,8 +369,7 @@ class Run:
         for update in self.checkpoints.updates:
             if update > whole:
                 remove(directory, update)
-        spare = len(self.windows) - self.rewinds.windows_before(self.updates)
-        rewind = answer(settings, spike, whole, spare)
+        rewind = self.rewinds.answer(settings, spike, whole, self.updates, len(self.windows))
         self.rewinds.append(rewind)
         then = (
             f"{rewind.skipped_windows} windows of data are passed over"
@@ -413,7 +426,7 @@ class Run:
         if self._changes:  # updates were made under them: now they are part of the run
             for change in self._changes:
                 record = {"update": self._resumed_at, **change}
-                append_line(self.directory / "changes.jsonl", json.dumps(record))
+                append_line(self.directory / CHANGES, json.dumps(record))
             self._changes = []
         self.checkpoints.save(
             self.progress.update, self.state, metadata, self.progress.tokens, validation
@@ -451,6 +464,9 @@ class Run:
         began = time.perf_counter()
         before = self.goodput.switch("data")
         self._watchdog.waiting_for("data")
+        jump = self.rewinds.jumps_to(self.progress.update)
+        if jump is not None:  # crossed also by a run that started before it
+            self.iterator.set_state({"next_index": jump})
         window = next(self.iterator)
         self._watchdog.waiting_for("the device")
         self.goodput.switch(before)
@@ -476,7 +492,7 @@ class Run:
         data_seconds, self._data_seconds = self._data_seconds, 0.0
         self._aside_seconds = 0.0
         self._watchdog.done(seconds)
-        self._watchdog.begin(self.progress.update)
+        self._watchdog.begin(pending.update + 1)  # dispatched before this one was read
         progress = self.progress
         target_tokens = int(metrics.target_tokens)
         progress.tokens += target_tokens
@@ -486,29 +502,33 @@ class Run:
         tokens_per_second = target_tokens / seconds
         settings = pending.settings
         recurrent = self.config.model.kind == "recurrent"
-        record = {
-            "update": pending.update,
-            "tokens": progress.tokens,
-            "loss": _number(metrics.loss),
-            "cross_entropy": _number(metrics.cross_entropy),
-            "distillation": None if self.teacher is None else _number(metrics.distillation),
-            "grad_norm": _number(metrics.grad_norm),
-            "update_norm": _number(metrics.update_norm),
-            "core_update_norm": _number(metrics.core_update_norm) if recurrent else None,
-            "learning_rate": _number(metrics.learning_rate),
-            "rate_multiplier": settings.rate_multiplier,
-            "applied": bool(metrics.applied),
-            "kept_layers": int(metrics.kept_layers),
-            "depth": settings.depth if recurrent else None,
-            "backprop_depth": settings.backprop_depth if recurrent else None,
-            "mean_depth": settings.mean_depth if recurrent else None,
-            "seconds": seconds,
-            "tokens_per_second": tokens_per_second,
-            "mfu": self._mfu(tokens_per_second, pending),
-            "data_wait_fraction": data_seconds / seconds,
-            "planned_memory_bytes": self._step.planned[0],
-            "peak_memory_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
-        }
+        record = finite(
+            {
+                "update": pending.update,
+                "tokens": progress.tokens,
+                "loss": float(metrics.loss),
+                "cross_entropy": float(metrics.cross_entropy),
+                "distillation": None if self.teacher is None else float(metrics.distillation),
+                "grad_norm": float(metrics.grad_norm),
+                "update_norm": float(metrics.update_norm),
+                "core_update_norm": float(metrics.core_update_norm) if recurrent else None,
+                "learning_rate": float(metrics.learning_rate),
+                "rate_multiplier": settings.rate_multiplier,
+                "applied": bool(metrics.applied),
+                "kept_layers": int(metrics.kept_layers),
+                "depth": settings.depth if recurrent else None,
+                "backprop_depth": settings.backprop_depth if recurrent else None,
+                "mean_depth": settings.mean_depth if recurrent else None,
+                "seconds": seconds,
+                "tokens_per_second": tokens_per_second,
+                "mfu": self._mfu(tokens_per_second, pending),
+                "data_wait_fraction": data_seconds / seconds,
+                "planned_memory_bytes": self._step.planned[0],
+                "peak_memory_bytes": (jax.devices()[0].memory_stats() or {}).get(
+                    "peak_bytes_in_use"
+                ),
+            }
+        )
         self._last_record = record
         self.control.read_update(record)
         self.log.update(record)
@@ -642,10 +662,10 @@ class Run:
         evaluation = self.validate((depth,), self.config.evaluation.rows, "")[0]
         figures = dataclasses.asdict(evaluation)
         record = {"update": self.progress.update, "tokens": self.progress.tokens, **figures}
-        self.log.evaluation(_finite(record))
-        self.control.read_evaluation(_finite(record))
-        self._tell_findings(self._diagnosis.read_evaluation(_finite(record)))
-        return _number(evaluation.cross_entropy)
+        self.log.evaluation(finite(record))
+        self.control.read_evaluation(finite(record))
+        self._tell_findings(self._diagnosis.read_evaluation(finite(record)))
+        return finite(evaluation.cross_entropy)
 
     def _watch(self) -> list[Alarm]:
         """Take the monitors' figures, record them, and return the alarms that they raise."""
@@ -657,7 +677,7 @@ class Run:
         figures = measure(config, self.spec, self.state.params, self.validation_rows, last)
         record = {"update": done, "tokens": self.progress.tokens, **figures}
         record["beyond"] = self._alarms.beyond(done, figures)
-        self.log.monitors(_finite(record))
+        self.log.monitors(finite(record))
         alarms = self._alarms(done, figures)
         for alarm in alarms:
             self.log.alarm(dataclasses.asdict(alarm))
@@ -703,7 +723,7 @@ class Run:
         thresholds = {name: getattr(self.config.monitors, name) for name in TEXTS}
         written = write_report(
             self.directory,
-            _finite(report),
+            finite(report),
             evaluations,
             read_records(self.directory / METRICS),
             read_records(self.directory / EVALUATIONS),
@@ -717,21 +737,6 @@ class Run:
         screen.print(f"Written to {self.directory}: {', '.join(written)}")
         if "curves.png" not in written:
             screen.print("(curves.png needs matplotlib: pip install 'jaxlm[report]')")
-
-
-def _number(x: np.ndarray | float) -> float | None:
-    """A float for JSON, which has no way to write one that is not finite."""
-    value = float(x)
-    return value if math.isfinite(value) else None
-
-
-def _finite(tree: Any) -> Any:
-    """Plain values with null for each number that is not finite."""
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_finite(value) for value in tree]
-    return _number(tree) if isinstance(tree, float) else tree
 
 
 class _Profiling:
@@ -829,16 +834,34 @@ def train(
     """
     for line in environment.lines(environment.describe()):
         print(line, flush=True)
+    finish = finish or (Run.report if until_update is None else _say_saved)
     first = True
     while True:
-        run = Run(config, allow_changes, first, until_update)
-        try:
-            return _live(run, finish or (Run.report if until_update is None else _say_saved))
-        except SpikeError as spike:
-            run.go_back(spike)  # and start again from there
-        finally:
-            run.close()
+        code = _one_course(config, allow_changes, first, until_update, finish)
+        if code is not None:
+            return code
+        # What went back holds a whole state in reference cycles: it goes before the next one comes.
+        gc.collect()
         first = False
+
+
+def _one_course(
+    config: Config,
+    allow_changes: Collection[str],
+    first: bool,
+    until_update: int | None,
+    finish: Callable[[Run], None],
+) -> int | None:
+    """Start, or continue, a run; returns the exit code, None where it went back after a spike."""
+    run = Run(config, allow_changes, first, until_update)
+    try:
+        with explaining_out_of_memory(run.config, run.directory):
+            return _live(run, finish)
+    except SpikeError as spike:
+        run.go_back(spike)  # and start again from there
+        return None
+    finally:
+        run.close()
 
 
 def _say_saved(run: Run) -> None:
@@ -852,12 +875,7 @@ def _live(run: Run, finish: Callable[[Run], None]) -> int:
         print(f"Teacher: {run.teacher.describe()}", flush=True)
     print(f"Update: {describe_optimizer(run.config)}", flush=True)
     run.tell_start()
-    try:
-        received = run.train()
-    except jax.errors.JaxRuntimeError as error:
-        if not ran_out_of_memory(error):
-            raise
-        raise Failure(explain_out_of_memory(run.config, run.directory)) from error
+    received = run.train()
     if received is not None:
         print(
             f"Saved after update {run.progress.update} of {run.updates}; "

@@ -22,6 +22,9 @@ from jaxlm.files import write_atomically
 METRICS, BLOCKS, EVALUATIONS = "metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"
 MONITORS, ALARMS, DECISIONS = "monitors.jsonl", "alarms.jsonl", "decisions.jsonl"
 EVENTS = "events.jsonl"
+# One line for each start of the run (from where, in which environment), and for each setting that
+# changed at one.
+STARTS, CHANGES = "starts.jsonl", "changes.jsonl"
 # Of these, a record belongs to the state after so many updates; of the others, to one update.
 _OF_STATES = (EVALUATIONS, MONITORS, ALARMS)
 _TENSORBOARD_SECONDS = 30.0  # between flushes

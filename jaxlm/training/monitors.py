@@ -13,6 +13,7 @@ from typing import Any
 from jaxlm.config import Config, Monitor
 from jaxlm.data.pipeline import Rows
 from jaxlm.evaluation.evaluate import evaluate, trace
+from jaxlm.files import finite
 from jaxlm.models.build import Params
 from jaxlm.training.spec import StepSpec
 
@@ -104,15 +105,18 @@ class Alarms:
             self._follow(record["update"], record["beyond"])
 
     def beyond(self, update: int, figures: dict[str, Any]) -> list[Monitor]:
-        """Monitors whose figure is beyond its threshold; NaN never is."""
+        """Monitors whose figure is beyond its threshold; where there is none, nothing changes."""
         if update < self.first:
             return []
         found: list[Monitor] = []
         for monitor in TEXTS:
             value, threshold = figures[monitor], getattr(self.settings, monitor)
-            if value is None or threshold is None:
+            if threshold is None:
                 continue
-            if value < threshold if monitor in _BELOW else value > threshold:
+            if value is None or math.isnan(value):
+                if monitor in self.since:
+                    found.append(monitor)
+            elif value < threshold if monitor in _BELOW else value > threshold:
                 found.append(monitor)
         return found
 
@@ -143,7 +147,7 @@ class Alarms:
                 update=update,
                 since=since,
                 monitor=monitor,
-                value=_finite(figures[monitor]),
+                value=finite(figures[monitor]),
                 threshold=getattr(self.settings, monitor) or 0.0,
                 action="stop" if monitor in self.settings.stop else "warn",
                 text=TEXTS[monitor],
@@ -242,7 +246,3 @@ def _core_ratio(record: dict[str, Any], core_norm: float, other_norm: float) -> 
     core, whole = record["core_update_norm"], record["update_norm"]
     other = math.sqrt(max(whole**2 - core**2, 0.0))
     return core / core_norm / (other / other_norm) if other > 0 and core_norm > 0 else None
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -1,12 +1,14 @@
 """Memory of a running step: planned beside measured, and what to do when there is not enough."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
 from jaxlm.config import Config
 from jaxlm.console import console
-from jaxlm.errors import UserError
+from jaxlm.errors import Failure, UserError
 from jaxlm.memory.devices import DEVICES, Device
 from jaxlm.training.planning import alternatives, default_budget, memory_table, plan_training
 
@@ -27,23 +29,31 @@ def memory_line(planned: tuple[int, int], peak: int) -> str:
     )
 
 
-def ran_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error of the runtime is about memory."""
-    return "RESOURCE_EXHAUSTED" in str(error)
-
-
 def present_device(kind: str) -> Device | None:
     """The description of the device that is here; None if it is not one of those known."""
     return next((device for device in DEVICES.values() if device.kind == kind), None)
 
 
-def explain_out_of_memory(config: Config, directory: Path) -> str:
-    """Print the planner's table for the device that is here; returns one line with what to do.
+@contextlib.contextmanager
+def explaining_out_of_memory(config: Config, directory: Path) -> Iterator[None]:
+    """Let the device's lack of memory in the block become one line that says what to do.
 
     Args:
         config: of the run, with its vocabulary size.
-        directory: the run.
+        directory: the run, which holds these settings.
+
+    Raises:
+        Failure: in place of the error of JAX's runtime; before it, the planner's table is printed.
     """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise Failure(_explanation(config, directory)) from error
+
+
+def _explanation(config: Config, directory: Path) -> str:
     device = present_device(jax.devices()[0].device_kind)
     if device is not None:
         try:
@@ -54,7 +64,8 @@ def explain_out_of_memory(config: Config, directory: Path) -> str:
             console().print(memory_table(plan, default_budget(device)))
     words = "; ".join(words for words, _ in alternatives(config)) or "a smaller model"
     return (
-        f"{directory}: the device ran out of memory. Settings that take less: {words}. "
+        f"{directory}: the device ran out of memory. Settings that take less: {words}; "
+        f"in an evaluation, evaluation.batch_rows. "
         f"`python scripts/plan_memory.py --config {directory / 'config.yaml'} --suggest` measures "
         f"each. Does another process use the device (nvidia-smi)? Checkpoints are as they were"
     )

@@ -219,7 +219,7 @@ def checkpoint(of: Trials) -> Result:
         + ("" if restart.damage else "; manifest verified"),
         "all",
         causes,
-        "jaxlm/training/checkpoint.py; scripts/checkpoints.py --verify",
+        "jaxlm/training/checkpoint.py; scripts/checkpoints.py RUN verify",
         differing=differing,
     )
 

@@ -127,11 +127,11 @@ def replay(directory: Path, update: int) -> Replay:
         with progress(f"Updates from {checkpoint}", update - checkpoint) as advance:
             for number in range(checkpoint, update):
                 record = run.records[number]
-                state, loss = _make(run, state, next(iterator), record)
+                state, loss = _make(run, state, _window(run, iterator, number), record)
                 if differs is None and loss != record["loss"]:
                     differs = number
                 advance(1, f"update {number}")
-        window = next(iterator)
+        window = _window(run, iterator, update)
     finally:
         iterator.close()
     bad = [
@@ -141,6 +141,14 @@ def replay(directory: Path, update: int) -> Replay:
     ]
     micro_batches, culprit = _examine(run.spec, state, window, run.records[update])
     return Replay(update, checkpoint, differs, bad, micro_batches, culprit)
+
+
+def _window(run: _Run, iterator: Any, update: int) -> Window:
+    """The window that an update read."""
+    jump = run.rewinds.jumps_to(update)
+    if jump is not None:
+        iterator.set_state({"next_index": jump})
+    return next(iterator)
 
 
 def _depths(record: dict[str, Any]) -> tuple[jax.Array, jax.Array]:

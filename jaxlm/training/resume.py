@@ -30,7 +30,7 @@ ON_REQUEST = {
     "clipping": r"optim\.(clip|max_norm)",
     "engine": r"training\.update",  # the state is the same in both
     "depth": r"depth\..*",
-    "control": r"(control|rewind)\..*",
+    "control": r"(control|rewind)\..*|evaluation\.(every|rows)",
 }
 # The rest is frozen: architecture, seeds, order of the data, loss and optimizer.
 
@@ -78,9 +78,11 @@ def config_changes(
     made: list[dict[str, Any]] = []
     for key in [*old, *(key for key in new if key not in old)]:
         was, now = old.get(key), new.get(key)
-        if was == now or _covers(FREE, key):
-            continue
         kind = _kind(key)
+        # A plateau is one of validation passes: with others it lowers the rate at other times.
+        steers = kind == "control" and any(c.kind == "plateau" for c in config.control.controllers)
+        if was == now or (_covers(FREE, key) and not steers):
+            continue
         if kind in allowed:
             made.append({"change": kind, "key": key, "was": was, "is": now})
         else:

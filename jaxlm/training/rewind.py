@@ -92,34 +92,6 @@ def spike_limit(losses: list[float], window: int, deviations: float) -> float | 
     return median + deviations * deviation
 
 
-def answer(settings: RewindConfig, spike: SpikeError, to: int, spare_windows: int) -> Rewind:
-    """What to do about a spike.
-
-    Args:
-        settings: of the run.
-        spike: what happened.
-        to: update of the checkpoint to go back to.
-        spare_windows: windows of data beyond those that the run still needs.
-    """
-    skip = spike.update + 1 - to if settings.response == "skip_data" else 0
-    why = spike.why
-    if skip > spare_windows:
-        why += (
-            f"; there are no {skip} windows of data to spare, so that the rate is lowered instead"
-        )
-        skip = 0
-    lower = skip == 0
-    return Rewind(
-        update=spike.update,
-        since=spike.since,
-        to=to,
-        skipped_windows=skip,
-        rate_factor=settings.rate_factor if lower else 1.0,
-        rate_updates=settings.rate_updates if lower else 0,
-        why=why,
-    )
-
-
 class Rewinds:
     """All rewinds of a run, and what follows from them."""
 
@@ -128,6 +100,42 @@ class Rewinds:
         self.made: list[Rewind] = []
         for line in self._path.read_bytes().split(b"\n")[:-1] if self._path.is_file() else []:
             self.made.append(Rewind(**json.loads(line)))
+
+    def answer(
+        self, settings: RewindConfig, spike: SpikeError, to: int, updates: int, windows: int
+    ) -> Rewind:
+        """What to do about a spike.
+
+        Args:
+            settings: of the run.
+            spike: what happened.
+            to: update of the checkpoint to go back to.
+            updates: the run's horizon.
+            windows: of data that there are.
+        """
+        # Rewinds to beyond that checkpoint will be no part of the course, and what they passed over
+        # comes again: it is passed over as well.
+        start = self.windows_before(to)
+        skip = 0
+        if settings.response == "skip_data":
+            skip = self.windows_before(spike.update) + 1 - start
+        why = spike.why
+        if skip > windows - (start + updates - to):
+            why += (
+                f"; there are no {skip} windows of data to spare, so that the rate is lowered "
+                f"instead"
+            )
+            skip = 0
+        lower = skip == 0
+        return Rewind(
+            update=spike.update,
+            since=spike.since,
+            to=to,
+            skipped_windows=skip,
+            rate_factor=settings.rate_factor if lower else 1.0,
+            rate_updates=settings.rate_updates if lower else 0,
+            why=why,
+        )
 
     def append(self, rewind: Rewind) -> None:
         """Make a rewind part of the run, for good."""
@@ -145,6 +153,15 @@ class Rewinds:
     def windows_before(self, update: int) -> int:
         """Windows of data that lie before an update: those that were read or passed over."""
         return update + sum(r.skipped_windows for r in self._of_this_course() if r.to <= update)
+
+    def passed_over(self) -> int:
+        """Windows of data that the run does not read, in all."""
+        return sum(rewind.skipped_windows for rewind in self._of_this_course())
+
+    def jumps_to(self, update: int) -> int | None:
+        """Window at which an update reads on, where others are passed over right before it."""
+        window = self.windows_before(update)
+        return None if window == self.windows_before(update - 1) + 1 else window
 
     def rate(self, update: int) -> float:
         """Factor of the learning rate at an update."""

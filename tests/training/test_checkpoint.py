@@ -307,6 +307,26 @@ def test_nothing_whole_is_an_error_that_names_all(tmp_path):
     assert not (tmp_path / "recovery.jsonl").exists()
 
 
+def test_what_training_removes_while_it_is_read_is_no_damage(tmp_path, monkeypatch, capsys):
+    """A reader has listed 1 and is about to read it when 2 is written and 1 removed."""
+    save_all(tmp_path, {1: None}, keep=1)
+    examine = checkpoint.inspect
+
+    def meanwhile(path, **arguments):
+        if path.name == "1":
+            save_all(tmp_path, {2: None}, keep=1)
+        return examine(path, **arguments)
+
+    monkeypatch.setattr(checkpoint, "inspect", meanwhile)
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.find(None) == 2
+        abstract = jax.eval_shape(lambda: state_of(0)).params
+        checkpoints.restore_params(2, abstract, PLACE)
+        with pytest.raises(Failure, match=r"/1: was removed while it was read; .* Try again"):
+            checkpoints.restore_params(1, abstract, PLACE)
+    assert capsys.readouterr().err == ""
+
+
 def test_readers_pass_over_damage_and_touch_nothing(tmp_path, capsys):
     save_all(tmp_path, {1: None, 2: None, 3: None}, keep=3)
     damage_of(tmp_path, 3)

@@ -71,6 +71,14 @@ def found_in(records, validations=()) -> list:
     return found
 
 
+def test_the_loss_to_a_teacher_is_not_what_is_compared():
+    """It starts at 1 and stays there while the cross-entropy falls from 6.9 to 4, or does not."""
+    records = [{**healthy(update), "loss": 1.0} for update in range(400)]
+    assert found_in(records) == []
+    flat = [{**broken("loss_flat", update), "loss": 20.0} for update in range(400)]
+    assert [finding.kind for finding in found_in(flat)] == ["loss_flat"]
+
+
 def test_a_healthy_log_shows_nothing():
     passes = [(u, 4.1 + 2.9 * math.exp(-u / 150)) for u in range(50, 1001, 50)]
     assert found_in([healthy(u) for u in range(1000)], passes) == []

@@ -62,10 +62,27 @@ def test_updates_that_were_written_down_are_not_counted_twice(tmp_path, clock):
     account.switch("training")
     clock(10)
     account.record(10)
-    account = Goodput(tmp_path, 6, [{"update": u, "seconds": 1.0} for u in range(6, 10)], False)
+    lost = [{"update": u, "seconds": 1.0, "data_wait_fraction": 0.0} for u in range(6, 10)]
+    account = Goodput(tmp_path, 6, lost, False)
     found = summary(read_accounts(tmp_path))
     assert found["seconds"] == pytest.approx(10)
     assert found["goodput"] == pytest.approx(0.6)
+
+
+def test_waiting_for_data_of_updates_made_again_is_counted_once(tmp_path, clock):
+    """10 updates of 6 s of data and 4 of training, all lost: 60 % data, 40 % made again."""
+    account = Goodput(tmp_path, 0, [], first=False)
+    account.switch("training")
+    clock(40)
+    account.switch("data")
+    clock(60)
+    account.record(10)
+    lost = [{"update": u, "seconds": 10.0, "data_wait_fraction": 0.6} for u in range(10)]
+    Goodput(tmp_path, 0, lost, False).record(0)
+    found = summary(read_accounts(tmp_path))
+    assert found["goodput"] == pytest.approx(0)
+    assert found["shares"]["data"] == pytest.approx(0.6)
+    assert found["shares"]["made_again"] == pytest.approx(0.4)
 
 
 def test_records_are_made_once_a_minute_and_survive_a_torn_line(tmp_path, clock):

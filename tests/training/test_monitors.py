@@ -260,7 +260,7 @@ QUIET = {
     "state_growth": 1.0,
     "overthinking": 0.0,
     "state_gain": 1.0,
-    "core_ratio": None,
+    "core_ratio": 1.0,
 }
 
 
@@ -333,6 +333,15 @@ def test_figures_that_are_not_finite():
     ]
     (alarm,) = alarms(250, {**QUIET, "overthinking": float("inf")})
     assert (alarm.event, alarm.monitor, alarm.value) == ("cleared", "state_growth", 1.0)
+
+
+def test_a_figure_that_is_missing_neither_raises_nor_clears():
+    passes = [(100, {"core_ratio": 11.0}), (150, {"core_ratio": None})]
+    passes += [(200, {"core_ratio": 11.0}), (250, {"core_ratio": float("nan")}), (300, {})]
+    assert follow(Alarms(settings()), passes) == [
+        (200, "raised", "core_ratio"),
+        (300, "cleared", "core_ratio"),
+    ]
 
 
 def test_a_threshold_of_null_raises_nothing():

@@ -759,6 +759,7 @@ FINISHED = {
         "blocks",
         "repeated_blocks",
     ),
+    "a micro-batch is missing": (drop("blocks.jsonl", 9), "records", "blocks_missing"),
     "another rate": (set_in("metrics.jsonl", 25, learning_rate=1e-3), "rates", "schedule"),
     "a decision is missing": (drop("decisions.jsonl", 3), "controllers", "decisions"),
     "another depth": (set_in("metrics.jsonl", 12, depth=1000), "controllers", "decisions"),
@@ -783,6 +784,27 @@ def test_what_is_wrong_with_a_finished_run_is_named(name, finished_run, tmp_path
     found = next(c for c in finished.CHECKS if c.name == check).run(of)
     assert found.passed is False
     assert found.causes[0].key == cause, found.causes
+
+
+def test_windows_may_be_cut_into_other_micro_batches_at_a_restart(finished_run, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(finished_run, directory)
+
+    def halves(records):
+        for record in records:
+            ids, number = record["blocks"], 2 * record["micro_batch"]
+            if record["update"] >= 20:
+                yield record
+                continue
+            yield {**record, "micro_batch": number, "blocks": ids[: len(ids) // 2]}
+            yield {**record, "micro_batch": number + 1, "blocks": ids[len(ids) // 2 :]}
+
+    edit(directory, "blocks.jsonl", lambda records: list(halves(records)))
+    assert not finished.records(finished.FinishedRun(directory)).passed
+    edit(directory, "starts.jsonl", lambda records: [*records, {**records[0], "update": 20}])
+    of = finished.FinishedRun(directory)
+    assert finished.records(of).passed
+    assert finished.blocks(of).passed
 
 
 def test_a_directory_that_is_no_run_is_a_mistake(tmp_path):

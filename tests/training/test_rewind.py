@@ -1,17 +1,21 @@
 """Spikes that last, and what going back does."""
 
 import dataclasses
+import re
 import signal
 
+import jax
 import pytest
 from test_runs import config_for, directory_of, final_state, signal_at
 
 from jaxlm.config import CheckpointConfig, RewindConfig
-from jaxlm.errors import Failure
+from jaxlm.errors import Failure, UserError
 from jaxlm.training import loop
-from jaxlm.training.manifest import updates_in
+from jaxlm.training.checkpoint import Checkpoints
+from jaxlm.training.manifest import remove, updates_in
 from jaxlm.training.metrics import read_records
-from jaxlm.training.rewind import Rewind, Rewinds, SpikeError, SpikeWatch, answer, spike_limit
+from jaxlm.training.replay import replay
+from jaxlm.training.rewind import Rewind, Rewinds, SpikeError, SpikeWatch, spike_limit
 
 SETTINGS = RewindConfig(response="skip_data", window=5, deviations=3.0, patience=2)
 
@@ -49,17 +53,46 @@ def test_nothing_is_a_spike_before_the_window_is_full_but_what_is_not_finite():
     assert watch.read(record(5, None)).since == 4
 
 
-def test_the_answer_is_what_the_settings_and_the_data_allow():
-    spike = SpikeError(update=12, since=10, why="why")
-    skip = answer(SETTINGS, spike, to=8, spare_windows=5)
+def test_the_answer_is_what_the_settings_and_the_data_allow(tmp_path):
+    """Back from update 12 to 8 of 30: windows 8 to 12 are passed over if there are 35."""
+    spike, rewinds = SpikeError(update=12, since=10, why="why"), Rewinds(tmp_path)
+    skip = rewinds.answer(SETTINGS, spike, to=8, updates=30, windows=35)
     assert (skip.skipped_windows, skip.rate_factor, skip.rate_updates) == (5, 1.0, 0)
-    none = answer(SETTINGS, spike, to=8, spare_windows=4)
+    none = rewinds.answer(SETTINGS, spike, to=8, updates=30, windows=34)
     assert (none.skipped_windows, none.rate_factor, none.rate_updates) == (0, 0.5, 200)
     assert none.why.endswith(
         "there are no 5 windows of data to spare, so that the rate is lowered instead"
     )
     lower = dataclasses.replace(SETTINGS, response="lower_rate", rate_factor=0.25, rate_updates=7)
-    assert answer(lower, spike, 8, 99).rate_updates == 7
+    assert rewinds.answer(lower, spike, 8, 30, 99).rate_updates == 7
+
+
+def test_going_back_beyond_a_rewind_passes_over_what_that_one_did(tmp_path):
+    """Update 10 read window 10 + 5; after going back to 4 the next one is 16, not 11."""
+    rewinds = Rewinds(tmp_path)
+    rewinds.append(rewind(8, skipped=5))
+    spike = SpikeError(update=10, since=9, why="why")
+    again = rewinds.answer(SETTINGS, spike, to=4, updates=30, windows=42)
+    assert again.skipped_windows == 12  # windows 4 to 15
+    assert rewinds.answer(SETTINGS, spike, to=4, updates=30, windows=41).skipped_windows == 0
+    rewinds.append(again)
+    assert [rewinds.windows_before(u) for u in (3, 4, 8)] == [3, 16, 20]
+    assert (rewinds.passed_over(), rewinds.jumps_to(4)) == (12, 16)
+    assert [rewinds.jumps_to(u) for u in (0, 3, 5, 8, 9)] == [None] * 5
+    # A second one to the same checkpoint goes on from there.
+    spike = SpikeError(update=6, since=5, why="why")
+    assert rewinds.answer(SETTINGS, spike, to=4, updates=30, windows=99).skipped_windows == 3
+
+
+def test_a_line_that_a_crash_tore_is_cut_off(tmp_path):
+    whole = rewind(8, skipped=5)
+    Rewinds(tmp_path).append(whole)
+    path = tmp_path / "rewinds.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"update": 9')
+    rewinds = Rewinds(tmp_path)
+    assert rewinds.made == [whole]
+    rewinds.append(rewind(20, skipped=1))
+    assert Rewinds(tmp_path).made == [whole, rewind(20, skipped=1)]
 
 
 def rewind(to: int, skipped: int = 0, factor: float = 1.0, updates: int = 0) -> Rewind:
@@ -123,6 +156,7 @@ def test_data_is_passed_over_after_a_spike(random_data, monkeypatch, capsys):
     calm = spiky(random_data, "calm", "off")
     assert loop.train(calm) == 0
     config = spiky(random_data, "spiky", "skip_data")
+    config = dataclasses.replace(config, checkpoint=CheckpointConfig(every=4, keep=99))
     spike_where(monkeypatch, config, lambda window, record: 10 <= window < 13)
     assert loop.train(config) == 0
     (made,) = Rewinds(directory_of(config)).made
@@ -135,6 +169,44 @@ def test_data_is_passed_over_after_a_spike(random_data, monkeypatch, capsys):
     windows = blocks_of(calm)
     assert blocks_of(config)[:35] == windows[:8] + windows[13:]
     assert records[7]["loss"] == read_records(directory_of(calm) / "metrics.jsonl")[7]["loss"]
+    # Also by a run that falls back to before it, and by a replay from there.
+    read = blocks_of(config)
+    for update in updates_in(directory_of(config) / "checkpoints"):
+        if update > 4:
+            remove(directory_of(config) / "checkpoints", update)
+    assert replay(directory_of(config), 10).differs_from is None
+    assert loop.train(config) == 0
+    assert blocks_of(config) == read
+    # What was passed over is no room for a longer horizon.
+    room = []
+    for one in (calm, config):
+        longer = dataclasses.replace(one.training, updates=1000)
+        with pytest.raises(UserError, match=r"training.updates \(1000\) needs") as error:
+            loop.train(dataclasses.replace(one, training=longer), ["horizon"])
+        room.append(int(re.search(r"the data gives (\d+)", str(error.value)).group(1)))
+    assert room[1] == room[0] - 5
+    assert " less 5 that rewinds passed over" in str(error.value)
+
+
+def test_a_rewind_lets_go_of_the_state_before_it_restores_one(random_data, monkeypatch):
+    config = spiky(random_data, "memory", "lower_rate")
+    spike_where(
+        monkeypatch, config, lambda window, r: 10 <= window < 13 and r["rate_multiplier"] == 1
+    )
+    held, sizes = [], []
+    restore = Checkpoints.restore
+
+    def watched(self, *arguments):
+        held.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+        state = restore(self, *arguments)
+        sizes.append(sum(x.nbytes for x in jax.tree.leaves(state)))
+        return state
+
+    monkeypatch.setattr(Checkpoints, "restore", watched)
+    before = sum(x.nbytes for x in jax.live_arrays())
+    assert loop.train(config) == 0
+    assert len(held) == 1
+    assert held[0] < sizes[0] / 2
 
 
 def test_the_rate_is_lower_after_a_spike(random_data, monkeypatch):

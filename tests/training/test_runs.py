@@ -3,13 +3,14 @@
 import json
 import logging
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import jax
@@ -20,6 +21,8 @@ from helpers import long, tiny_model, write_documents
 from jaxlm.config import (
     CheckpointConfig,
     Config,
+    ControlConfig,
+    CurriculumConfig,
     DataConfig,
     DepthConfig,
     EvaluationConfig,
@@ -27,19 +30,24 @@ from jaxlm.config import (
     LossConfig,
     ModelConfig,
     OptimConfig,
+    PlateauConfig,
     RecurrentConfig,
     RunConfig,
     TrainingConfig,
     TransformerConfig,
+    to_tree,
     to_yaml,
 )
 from jaxlm.errors import Failure, UserError
+from jaxlm.memory.devices import RTX3090
 from jaxlm.training import loop, out_of_memory
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce, RecompilationError
 from jaxlm.training.loading import load_resolved, load_run
+from jaxlm.training.manifest import updates_in
 from jaxlm.training.metrics import read_records
 from jaxlm.training.out_of_memory import memory_line
+from jaxlm.training.resume import config_changes
 from jaxlm.training.step import init_state
 
 ROOT = Path(__file__).parents[2]
@@ -565,6 +573,27 @@ def test_allowed_changes_are_recorded(random_data, started, monkeypatch):
     assert rates[2:4] == pytest.approx([7.5e-3, 2e-2])
 
 
+def test_validation_passes_that_a_controller_reads_change_by_name_alone(random_data):
+    def config(controllers, **evaluation):
+        return config_for(
+            random_data,
+            control=ControlConfig(controllers=controllers),
+            evaluation=EvaluationConfig(**{"every": 5, "depths": (1,), "rows": 8, **evaluation}),
+        )
+
+    for controllers, refused in (
+        ((PlateauConfig(),), True),
+        ((CurriculumConfig(updates=9),), False),
+    ):
+        stored = to_tree(config(controllers))
+        for change in ({"every": 10}, {"rows": 4}):
+            lines, _ = config_changes(stored, config(controllers, **change))
+            assert bool(lines) == refused
+            assert all("--allow-changes control allows it" in line for line in lines)
+            assert config_changes(stored, config(controllers, **change), ["control"])[0] == []
+        assert config_changes(stored, config(controllers, depths=(2,))) == ([], [])
+
+
 def test_a_longer_horizon_is_a_named_change_of_schedule(random_data):
     """10 updates of a cosine, then on to 20: update 10 is the middle of the longer one."""
     optim = OptimConfig(name="adamw", learning_rate=1e-2)
@@ -663,27 +692,47 @@ def test_a_run_without_validation_documents_does_not_begin(random_data, tmp_path
     assert not directory_of(config).exists()
 
 
-def test_signals_end_the_script_with_their_codes(random_data, tmp_path):
-    """The real script in a process of its own: SIGTERM exits 0, Ctrl-C 130, and both resume."""
+def endless(data: Path, folder: Path) -> tuple[Config, Path]:
+    """A run that takes long, and the file of its settings."""
     config = config_for(
-        random_data,
-        data=DataConfig(directory=str(random_data), sequence_length=8, epochs=500),
+        data,
+        data=DataConfig(directory=str(data), sequence_length=8, epochs=500),
         training=TrainingConfig(updates=8000, micro_batch_rows=2, micro_batches=2),
         evaluation=EvaluationConfig(every=0, depths=(1,), batch_rows=4),
         checkpoint=CheckpointConfig(every=100_000),
     )
-    path = tmp_path / "config.yaml"
+    path = folder / "config.yaml"
     path.write_text(to_yaml(config))
-    command = [sys.executable, str(ROOT / "scripts/train.py"), "--config", str(path)]
-    metrics = directory_of(config) / "metrics.jsonl"
+    return config, path
+
+
+def train_script(config: Path) -> list[str]:
+    return [str(ROOT / "scripts/train.py"), "--config", str(config)]
+
+
+def metrics_of(config: Config) -> Path:
+    return directory_of(config) / "metrics.jsonl"
+
+
+def wait_for_records(path: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(read_records(path)) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_signals_end_the_script_with_their_codes(random_data, tmp_path):
+    """The real script in a process of its own: SIGTERM exits 0, Ctrl-C 130, and both resume."""
+    config, path = endless(random_data, tmp_path)
+    metrics = metrics_of(config)
     for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
         before = len(read_records(metrics))
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, *train_script(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        deadline = time.monotonic() + 120
-        while len(read_records(metrics)) < before + 20 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for_records(metrics, before + 20)
         os.kill(process.pid, number)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == code, output
@@ -691,35 +740,72 @@ def test_signals_end_the_script_with_their_codes(random_data, tmp_path):
         records = read_records(metrics)
         assert [r["update"] for r in records] == list(range(saved))
         assert (directory_of(config) / "checkpoints" / str(saved)).is_dir()
+        assert f"{signal.Signals(number).name}: finishing this update" in output
         assert "Traceback" not in output
         assert "Exception ignored" not in output
     assert f"Continuing {directory_of(config)} after update {before}" in output
 
 
+def test_a_terminal_that_is_closed_ends_the_script_with_a_save(random_data, tmp_path):
+    """Its SIGHUP comes when nothing can be printed any more."""
+    config, path = endless(random_data, tmp_path)
+    terminal, inside = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *train_script(path)], stdin=inside, stdout=inside, stderr=inside
+    )
+    os.close(inside)
+    while len(read_records(metrics_of(config))) < 20 and process.poll() is None:
+        if select.select([terminal], [], [], 0.05)[0]:  # as a terminal does
+            os.read(terminal, 65536)
+    os.close(terminal)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+    records = read_records(metrics_of(config))
+    assert len(records) >= 20
+    assert updates_in(directory_of(config) / "checkpoints") == [len(records)]
+
+
 @pytest.mark.long
-def test_out_of_memory_names_settings_and_the_planner(random_data, monkeypatch, capsys):
-    config = config_for(random_data)
+def test_ctrl_c_that_also_ends_the_reader_of_the_output_still_saves(random_data, tmp_path):
+    """As in `train.py | tee log`, where both get it."""
+    config, path = endless(random_data, tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, *train_script(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    wait_for_records(metrics_of(config), 20)
+    process.stdout.close()
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130, process.stderr.read()
+    made = len(read_records(metrics_of(config)))
+    assert updates_in(directory_of(config) / "checkpoints") == [made]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["start", "update", "end"])
+def test_out_of_memory_names_settings_and_the_planner(random_data, monkeypatch, capsys, where):
+    config = config_for(random_data, training=TrainingConfig(updates=5, micro_batch_rows=2))
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
-    def fail(self, *_, **__):
+    def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(CompileOnce, "__call__", fail)
+    owner, name = {
+        "start": (loop, "init_state"),
+        "update": (CompileOnce, "__call__"),
+        "end": (loop, "evaluate"),
+    }[where]
+    monkeypatch.setattr(owner, name, fail)
+    # On a card that the planner knows, its table comes first.
+    monkeypatch.setattr(out_of_memory, "present_device", lambda _: RTX3090)
     with pytest.raises(Failure) as failure:
         loop.train(config)
+    assert "memory at the fullest point of an update" in capsys.readouterr().out
     text = str(failure.value)
     assert len(text.splitlines()) == 1
-    assert "the device ran out of memory. Settings that take less: training.micro_batch_rows=1" in (
-        text
-    )
+    assert "ran out of memory. Settings that take less: training.micro_batch_rows=1" in text
+    assert "in an evaluation, evaluation.batch_rows. " in text
     assert f"plan_memory.py --config {directory_of(config) / 'config.yaml'} --suggest" in text
-    # On a card that the planner knows, its table comes first.
-    known = types.SimpleNamespace(device_kind="NVIDIA GeForce RTX 3090")
-    monkeypatch.setattr(out_of_memory.jax, "devices", lambda: [known])
-    resolved = load_resolved(directory_of(config))
-    capsys.readouterr()
-    out_of_memory.explain_out_of_memory(resolved, directory_of(config))
-    assert "memory at the fullest point of an update" in capsys.readouterr().out
+    assert load_resolved(directory_of(config)).model.vocabulary == 64
 
 
 def test_other_errors_of_the_runtime_stay_what_they_are(random_data, monkeypatch):
