@@ -48,7 +48,7 @@ from jaxlm.files import Lock, sha256_of, size_text, write_atomically
 from jaxlm.signals import on_ending
 from jaxlm.study.blocks import digest_of, first_difference, read_blocks
 from jaxlm.study.folder import bytes_in, check_removable, free_bytes, refuse_links, remove
-from jaxlm.study.journal import Journal
+from jaxlm.study.journal import Event, Journal
 from jaxlm.study.plan import disk_needs
 from jaxlm.study.report import write_report
 from jaxlm.study.settings import Study, changes, run_name
@@ -182,6 +182,7 @@ class Cycles:
         for cycle in range(1, self.study.config.cycles + 1):
             if self.journal.find("cycle", cycle=cycle):
                 continue
+            self._finish_training_again()
             self._prepare(cycle)
             if self.study.teacher is not None:
                 self._cache(cycle)
@@ -460,7 +461,7 @@ class Cycles:
         }
         if self.journal.find("trained", **key) is None:
             self.journal.append("trained", **key, **stands)
-        elif self._saved(key) != stands["checkpoint"]:  # its checkpoint was damaged
+        elif self._open_retraining() or self._saved(key) != stands["checkpoint"]:
             self.journal.append("retrained", **key, **stands)
         return result
 
@@ -470,13 +471,28 @@ class Cycles:
         assert event is not None
         return event["checkpoint"]
 
-    def _train_again(self, cycle: int, model: str, seed: int) -> None:
-        """Train a run to the end of the cycle from the last whole checkpoint before it."""
+    def _train_again(self, key: dict[str, Any]) -> None:
+        """Train a run to the end of the cycle from the last whole checkpoint before it.
+
+        The journal has a `retraining` event of it: until there is a `retrained` one, the run's
+        records may end before the cycle does, and its checkpoint is not the one of before.
+        """
+        cycle, model, seed = key["cycle"], key["model"], key["seed"]
         nowhere = self.directory / "jobs" / f"{run_name(model, seed)}-again.json"
         until, depths = cycle * self.study.updates_per_cycle, self.study.config.depths
-        job = Job(self.run_config(model, seed), until, depths, (), nowhere)
-        self._work(job, {"cycle": cycle, "model": model, "seed": seed})
-        self.report()  # or raise, where it did not see the same blocks
+        self._work(Job(self.run_config(model, seed), until, depths, (), nowhere), key)
+
+    def _open_retraining(self) -> Event | None:
+        """The `retraining` event that no `retrained` one follows; there is one at most."""
+        kinds = ("retraining", "retrained")
+        last = next((e for e in reversed(self.journal.events) if e["event"] in kinds), None)
+        return last if last is not None and last["event"] == "retraining" else None
+
+    def _finish_training_again(self) -> None:
+        """Do what is left of a run's training again, before its records are compared."""
+        begun = self._open_retraining()
+        if begun is not None:
+            self._train_again({name: begun[name] for name in ("cycle", "model", "seed")})
 
     def run_config(self, model: str, seed: int) -> Config:
         """A run's configuration; the first cycle's validation documents are that of all."""
@@ -594,7 +610,9 @@ class Cycles:
                     found = self._checkpoint(run_name(model, seed), update)
                 except _DamagedError as damaged:
                     print(f"warning: {damaged}; it begins", file=sys.stderr, flush=True)
-                    self._train_again(cycle, model, seed)
+                    self.journal.append("retraining", **key)
+                    self._train_again(key)
+                    self.report()  # or raise, where it did not see the same blocks
                     found = self._checkpoint(run_name(model, seed), update)
                 if found != self._saved(key):
                     raise Failure(

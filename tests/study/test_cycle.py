@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,13 @@ from jaxlm.files import sha256_of
 from jaxlm.memory.devices import DEVICES
 from jaxlm.study import cycle as machine
 from jaxlm.study import report
-from jaxlm.study.cycle import Cycles
+from jaxlm.study.cycle import Cycles, StoppedError
 from jaxlm.study.journal import Journal
 from jaxlm.study.plan import disk_needs, phase_times
 from jaxlm.study.settings import read_study
 from jaxlm.study.status import print_plan, print_status
 from jaxlm.study.worker import read_job, work
-from jaxlm.training import checkpoint
+from jaxlm.training import checkpoint, loop
 from jaxlm.training.metrics import read_records
 
 TINY = """
@@ -483,17 +484,53 @@ def test_evaluation_data_are_looked_at_before_anything_is_trained(texts, tmp_pat
     assert not (study.directory / "models").exists()
 
 
-def test_a_damaged_checkpoint_keeps_the_tokens_and_is_made_again(
-    texts, tmp_path, monkeypatch, capsys
-):
-    study = study_in(tmp_path, texts, "study.cycles=1")
-    edge = KINDS.index("reclaiming")
-    assert live(study, monkeypatch, edge - 1, after=True)
-    run = study.directory / "models/loop-42"
-    kept = (run / "blocks.jsonl").read_text()
-    arrays = arrays_of(run / "checkpoints/10")
-    path = run / "checkpoints/10/manifest.json"
+@pytest.fixture(scope="module")
+def before_reclaiming(texts, tmp_path_factory):
+    """A study of one cycle that has only to reclaim its tokens; not to be written to."""
+    study = study_in(tmp_path_factory.mktemp("before"), texts, "study.cycles=1")
+    with pytest.MonkeyPatch.context() as patch:
+        assert live(study, patch, KINDS.index("reclaiming") - 1, after=True)
+    return study
+
+
+DAMAGED = "models/loop-42/checkpoints/10"
+
+
+def damaged_copy(study, folder: Path):
+    """The same study elsewhere, one model's last checkpoint damaged."""
+    study = copy_of(study, folder)
+    path = study.directory / DAMAGED / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    return study
+
+
+def assert_made_again(study, before) -> None:
+    """A damaged study ended with the runs, figures and verdicts of one that was not."""
+    names = [event["event"] for event in Journal(study.directory / "journal.jsonl").events]
+    edge = KINDS.index("reclaiming")
+    # It stands elsewhere, which is a change of its settings.
+    assert names == [*KINDS[:edge], "settings", "retraining", "retrained", *KINDS[edge:]]
+    again = Journal(study.directory / "journal.jsonl").find("retrained")
+    checksum = sha256_of(study.directory / DAMAGED / "manifest.json")
+    assert (again["model"], again["checkpoint"]) == ("loop", checksum)
+    assert (study.directory / "models/loop-42/checkpoints/10.damaged").is_dir()
+    for run in ("loop-42", "plain-42"):
+        one, other = (s.directory / "models" / run for s in (study, before))
+        assert (one / "blocks.jsonl").read_text() == (other / "blocks.jsonl").read_text()
+        assert arrays_of(one / "checkpoints/10") == arrays_of(other / "checkpoints/10")
+    one, other = (json.loads((s.directory / "report.json").read_text()) for s in (study, before))
+    assert other["verdicts"]
+    assert one["verdicts"] == other["verdicts"]
+    for model in ("loop", "plain"):
+        assert [p["evaluations"] for p in one["models"][model]["seeds"]["42"]] == [
+            p["evaluations"] for p in other["models"][model]["seeds"]["42"]
+        ]
+
+
+def test_a_damaged_checkpoint_keeps_the_tokens_and_is_made_again(
+    before_reclaiming, tmp_path, capsys
+):
+    study = damaged_copy(before_reclaiming, tmp_path)
     # The process that is to make it again is killed at once.
     with (
         Cycles(study, lambda job: -9) as cycles,
@@ -505,13 +542,40 @@ def test_a_damaged_checkpoint_keeps_the_tokens_and_is_made_again(
     assert journal.find("reclaiming") is None
     assert all((study.directory / n).exists() for n in journal.find("prepared")["files"])
     finish(study)
-    events = Journal(study.directory / "journal.jsonl", read_only=True).events
-    assert [e["event"] for e in events] == [*KINDS[:edge], "retrained", *KINDS[edge:]]
-    again = events[edge]
-    assert (again["model"], again["checkpoint"]) == ("loop", sha256_of(path))
-    assert (run / "checkpoints/10.damaged").is_dir()
-    assert (run / "blocks.jsonl").read_text() == kept
-    assert arrays_of(run / "checkpoints/10") == arrays
+    assert_made_again(study, before_reclaiming)
+
+
+def test_a_study_goes_on_that_was_ended_while_it_made_a_checkpoint_again(
+    before_reclaiming, tmp_path, monkeypatch
+):
+    """Midway, where the run's logs have been cut back and end too early."""
+    study = damaged_copy(before_reclaiming, tmp_path)
+    dispatch = loop.Run.dispatch
+
+    def end(self):
+        if self.progress.update == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return dispatch(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "dispatch", end)
+        with pytest.raises(StoppedError):
+            finish(study)
+    blocks = (study.directory / "models/loop-42/blocks.jsonl").read_text()
+    assert json.loads(blocks.splitlines()[-1])["update"] == 8
+    finish(study)
+    assert_made_again(study, before_reclaiming)
+
+
+def test_a_study_goes_on_that_was_killed_once_a_checkpoint_was_made_again(
+    before_reclaiming, tmp_path, monkeypatch
+):
+    """Before the journal says so: the checkpoint is whole, and not the one of before."""
+    study = damaged_copy(before_reclaiming, tmp_path)
+    assert live(study, monkeypatch, KINDS.index("reclaiming") + 2, after=False)
+    assert Journal(study.directory / "journal.jsonl").events[-1]["event"] == "retraining"
+    finish(study)
+    assert_made_again(study, before_reclaiming)
 
 
 @pytest.mark.long
