@@ -208,16 +208,7 @@ def _verdict_blocks(
     sentences, shared = _said(verdicts)
     blocks += [Bullets(found) for found in sentences]
     blocks += shared
-    blocks.append(
-        "Statements of one model at its depths are made together: the chance that any of them is "
-        "false is at most 5 %. "
-        + ("Each model is compared with the reference separately. " if len(verdicts) > 1 else "")
-        + (
-            f"The margin of {study.config.margin:g} nats was set before the study began."
-            if len(study.config.seeds) == 1
-            else f"Intervals are over {len(study.config.seeds)} seeds and over documents."
-        )
-    )
+    blocks.append(_how_sure(study, len(verdicts)))
     if study.sweep:
         blocks.append(
             "The learning rates were chosen on these same documents, from as many for each "
@@ -226,9 +217,28 @@ def _verdict_blocks(
     if figures.cycles < study.config.cycles:
         blocks.append(
             f"This is a look at an unfinished study, {figures.cycles} of {study.config.cycles} "
-            f"cycles; whoever stops at the first look that pleases has no 5 %."
+            f"cycles; whoever stops at the first look that pleases is wrong more often."
         )
     return blocks
+
+
+def _how_sure(study: Study, models: int) -> str:
+    """What the intervals are over, and how often statements are false."""
+    seeds = len(study.config.seeds)
+    separately = "Each model is compared with the reference separately. " if models > 1 else ""
+    if seeds == 1:
+        return (
+            f"Statements of one model at its depths are made together, and intervals are over "
+            f"documents alone: how often another seed would reverse a statement is not known. "
+            f"{separately}The margin of {study.config.margin:g} nats was set before the study "
+            f"began."
+        )
+    return (
+        f"Statements of one model at its depths are made together: the chance that any of them is "
+        f"false is about 5 %. {separately}Intervals are over {seeds} seeds and over documents. The "
+        f"order of the data was the same for all seeds: what another order would change is not in "
+        f"them."
+    )
 
 
 # ---------------------------------------------------------------- tables

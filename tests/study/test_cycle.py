@@ -346,6 +346,17 @@ def test_the_report_says_what_the_runs_measured(finished):
     assert "http" not in html.replace("http-equiv", "")
 
 
+def test_the_report_says_how_sure_its_statements_are(finished):
+    one = report._how_sure(finished, 1)
+    assert one in (finished.directory / "report.md").read_text()
+    assert "over documents alone: how often another seed would reverse a statement is not" in one
+    assert "5 %" not in one
+    config = dataclasses.replace(finished.config, seeds=(1, 2, 3))
+    several = report._how_sure(dataclasses.replace(finished, config=config), 2)
+    assert "the chance that any of them is false is about 5 %. Each model is compared" in several
+    assert "Intervals are over 3 seeds and over documents. The order of the data was" in several
+
+
 def test_one_changed_line_of_a_block_log_withholds_the_verdict(finished, tmp_path):
     study = copy_of(finished, tmp_path)
     path = study.directory / "models" / "plain-42" / "blocks.jsonl"
