@@ -169,7 +169,7 @@ def test_the_report_names_the_teacher_and_whom_it_teaches(finished):
         "Of each position its 4 likeliest tokens and the mass of all others, in float16: 18 bytes.",
         "packed rows of 8 tokens; students see packed rows of 8.",
         "None of the study's validation documents was among the training documents of",
-        "0.3 and 0.2 of them.",
+        "both cut them from the same files and held them out by a hash of the same text, 0.3 and",
         "Its predictions of 960 tokens took",
         "| student | yes | 0.7 | 2 |",
         "| alone | no | - | - |",
@@ -394,26 +394,43 @@ def test_whether_the_teacher_saw_the_validation_documents(texts, teacher, tmp_pa
     def said(*overrides):
         return unseen(taught(tmp_path, texts, teacher, *overrides))
 
-    assert said().startswith("None of the study's validation documents was among")
+    none = "None of the study's validation documents was among the training documents of"
+    # Before its own files were looked at.
+    assert said().startswith(none)
+    assert "if both cut them alike, which is not known yet; both held them out by a hash" in said()
     assert "prepare.validation_fraction was 0.3, below the study's 0.4" in said(
         "settings.prepare.validation_fraction=0.4"
     )
     assert "prepare.text_documents was 'line', the study's is 'paragraph'" in said(
         "settings.prepare.text_documents=paragraph"
     )
-    # Data that were made elsewhere: what the run's settings say of preparing was never used.
+    # Once they were: the same, or others, in which a text may be a part of a longer document.
+    study = taught(tmp_path / "same", texts, teacher)
+    with Cycles(study, launch) as cycles:
+        cycles._begin()
+        cycles._prepare(1)
+    assert unseen(study) == (
+        f"{none} {teacher}/runs/big: both cut them from the same files and held them out by a "
+        f"hash of the same text, 0.3 and 0.2 of them."
+    )
+    manifest = study.data_directory / "manifest.json"
+    text = manifest.read_text()
+    assert '"file": "b.txt"' in text
+    manifest.write_text(text.replace('"file": "b.txt"', '"file": "d.txt"'))
+    assert "if both cut them alike, which is not shown: their files differ; both" in unseen(study)
+    # Data that were made by something else, or that the teacher was not trained on.
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
-    for path, was, now in (
-        (other / "runs/big/config.yaml", str(teacher), str(other)),
-        (other / "data/manifest.json", '"settings":', '"something":'),
-    ):
-        text = path.read_text()
-        assert was in text
-        path.write_text(text.replace(was, now))
-    assert "not known how its data, or the study's, were prepared" in unseen(
-        taught(tmp_path, texts, other)
-    )
+    config = other / "runs/big/config.yaml"
+    config.write_text(config.read_text().replace(str(teacher), str(other)))
+    manifest = other / "data/manifest.json"
+    kept = json.loads(manifest.read_text())
+    assert unseen(taught(tmp_path, texts, other)).startswith(none)
+    for spoiled in (kept | {"source": {}}, kept | {"normalization": "NFC"}):
+        manifest.write_text(json.dumps(spoiled))
+        assert "(its data.directory no longer holds what it was trained on, or does not" in unseen(
+            taught(tmp_path, texts, other)
+        )
     models = MODELS.replace("run: TEACHER/runs/big", "hf: org/name")
     study = taught(tmp_path, texts, teacher, models=models)
     assert unseen(study).startswith("Whether org/name was trained on the study's")
