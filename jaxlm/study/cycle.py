@@ -55,7 +55,7 @@ from jaxlm.study.settings import Study, changes, run_name
 from jaxlm.study.teacher import unseen
 from jaxlm.study.worker import STOPPED, EvaluationSet, Job, TeacherJob, check_comparable
 from jaxlm.training.manifest import damage_text, inspect
-from jaxlm.training.metrics import BLOCKS
+from jaxlm.training.metrics import BLOCKS, EVENTS, METRICS, read_records
 
 JOURNAL = "journal.jsonl"
 _PASS_ON_SECONDS = 0.2  # until a signal reaches the worker
@@ -448,7 +448,17 @@ class Cycles:
         job.result.unlink(missing_ok=True)
         path = self.directory / "jobs" / f"{name}.json"
         job.write(path)
-        self._launch(path, f"{name}: training or evaluation", "from its last checkpoint")
+        try:
+            self._launch(path, f"{name}: training or evaluation", "from its last checkpoint")
+        except Failure as failure:
+            limit = job.config.training.max_nonfinite_updates
+            if not self._diverged(name, limit):
+                raise
+            raise Failure(
+                f"{failure}. Its loss or gradient was not finite in the last {limit} updates: only "
+                f"with training.max_nonfinite_updates above {limit} in the settings of "
+                f"{key['model']}, which may change, does it go on, and the study with it"
+            ) from None
         result = json.loads(job.result.read_text(encoding="utf-8"))
         if result["update"] != until:
             raise Failure(f"{name}: stands at update {result['update']}, expected {until}")
@@ -470,6 +480,15 @@ class Cycles:
         event = self.journal.find("retrained", **key) or self.journal.find("trained", **key)
         assert event is not None
         return event["checkpoint"]
+
+    def _diverged(self, name: str, limit: int) -> bool:
+        """Whether a run's last `limit` updates were all skipped for not being finite."""
+        directory = self._run_directory(name)
+        skipped = {
+            e["update"] for e in read_records(directory / EVENTS) if e["kind"] == "not_finite"
+        }
+        last = [record["update"] for record in read_records(directory / METRICS)][-limit:]
+        return len(last) == limit and skipped.issuperset(last)
 
     def _train_again(self, key: dict[str, Any]) -> None:
         """Train a run to the end of the cycle from the last whole checkpoint before it.

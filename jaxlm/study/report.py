@@ -660,6 +660,15 @@ def _sweep(study: Study, figures: Figures) -> list[Block]:
         f"cycle {figures.cycles} at the mean depth of training.",
         Table([*header, "tok/s", "peak memory"], rows),
     ]
+    skipped = [
+        f"{run_name(name, run.seed)}: {run.nonfinite_updates:,} of "
+        f"{run.points[-1].update:,} updates skipped because a loss or gradient was not finite"
+        for name in study.sweep
+        for run in figures.models[name].runs
+        if run.nonfinite_updates
+    ]
+    if skipped:
+        blocks.append(Bullets(skipped))
     if edges:
         blocks.append(Bullets([f"{edge}: a wider sweep may do better" for edge in edges]))
     if available():

@@ -216,6 +216,9 @@ class Study:
     def run_config(self, model: str, seed: int, validation_tokens: int) -> Config:
         """The whole configuration of a run, the same in every cycle."""
         config = self.models[model]
+        if self.sweep:  # a rate that is too high is a result, and ends no study
+            unlimited = dataclasses.replace(config.training, max_nonfinite_updates=self.updates + 1)
+            config = dataclasses.replace(config, training=unlimited)
         if model in self.students:
             cache = str(self.teacher_directory)
             distillation = dataclasses.replace(config.distillation, cache=cache)
@@ -338,7 +341,7 @@ def _sweep_models(
     models, chosen = {}, {}
     for name, entry in sweep.optimizers.items():
         for rate in entry.learning_rates:
-            model = f"{name}-lr{rate:g}"
+            model = f"{name}-lr{rate:g}".replace("+", "")  # as in 1e+30: names a folder
             if model in models:
                 raise UserError(f"{path}: sweep: {name} repeats the learning rate {rate:g}")
             layers = [

@@ -664,6 +664,50 @@ def test_the_report_tells_the_peak_and_the_devices_of_all_cycles(finished, tmp_p
     assert "Seconds are of several devices (NVIDIA A, NVIDIA B, cpu): not comparable." in text
 
 
+ONE_LAYER = "model: {{kind: transformer, transformer: {{layers: 1}}}}"
+
+
+def test_a_model_whose_loss_is_not_finite_any_more_ends_the_study_until_it_may_go_on(
+    texts, tmp_path
+):
+    """Nothing is trained for weeks that is dead, and the others can still be."""
+    text = TINY[: TINY.index("models:")].replace("cycles: 3", "cycles: 1") + (
+        "models:\n"
+        f"  hot: {{{{settings: {{{{{ONE_LAYER}, optim: {{{{learning_rate: 1e30}}}}}}}}}}}}\n"
+        f"  plain: {{{{settings: {{{{{ONE_LAYER}}}}}}}}}\n"
+    )
+    key = "models.hot.settings.training.max_nonfinite_updates"
+    study = study_in(tmp_path, texts, f"{key}=3", text=text)
+    for _ in range(2):
+        with pytest.raises(Failure, match=r"updates above 3 in the settings of hot, which may"):
+            finish(study)
+    assert not (study.directory / "models/plain-42").exists()
+    finish(study_in(tmp_path, texts, f"{key}=1000", text=text))
+    figures = json.loads((study.directory / "report.json").read_text())
+    assert list(figures["verdicts"]) == ["hot"]  # the loss that it ended with counts
+    metrics = read_records(study.directory / "models/hot-42/metrics.jsonl")
+    skipped = sum(not record["applied"] for record in metrics)
+    assert (len(metrics), skipped) == (10, 9)
+    text = (study.directory / "report.md").read_text()
+    assert f"hot-42: {skipped} updates skipped because a loss or gradient was not finite" in text
+
+
+def test_a_rate_that_is_too_high_ends_no_sweep(texts, tmp_path):
+    text = TINY[: TINY.index("models:")].replace("cycles: 3", "cycles: 1") + (
+        f"sweep:\n  model: {{{{settings: {{{{{ONE_LAYER}}}}}}}}}\n  optimizers:\n"
+        "    adam: {{settings: {{}}, learning_rates: [1e-2, 1e30]}}\n"
+    )
+    study = study_in(tmp_path, texts, "settings.training.max_nonfinite_updates=2", text=text)
+    finish(study)
+    figures = json.loads((study.directory / "report.json").read_text())
+    assert (figures["reference"], figures["withheld"]) == ("adam-lr0.01", [])
+    text = (study.directory / "report.md").read_text()
+    section = text[text.index("## Optimizers") : text.index("## Figures")]
+    assert "adam-lr1e30-42: 9 of 10 updates skipped because a loss or gradient" in section
+    assert "adam-lr0.01" not in section
+    assert "| adam | 0.01 | 2 |" in section
+
+
 @pytest.mark.long
 def test_optimizers_each_at_its_best_rate(texts, tmp_path):
     text = TINY[: TINY.index("models:")].replace("cycles: 3", "cycles: 1") + (
