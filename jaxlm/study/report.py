@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import statistics
 from typing import Any
 
@@ -35,6 +36,11 @@ from jaxlm.training.goodput import goodput_line
 
 # Stored parameters within this share of one another count as equal.
 _EQUAL_PARAMETERS = 0.02
+# Settings of a model that may change while a study is under way, and change its speed.
+_OF_SPEED = (
+    r".+\.(data\.prefetch|model\.(attention|remat)|loss\.chunk_tokens|evaluation\.batch_rows|"
+    r"training\.(micro_batch_rows|micro_batches|block_inputs)|profile\..+)"
+)
 _AXES: dict[Axis, tuple[str, str]] = {
     "tokens": ("target tokens", "{:,.0f}"),
     "flops": ("training FLOPs", "{:.4g}"),
@@ -450,7 +456,33 @@ def _what_was_equal(
                 f"cycle on.",
             ]
         ),
+        *_what_changed(journal, figures),
     ]
+
+
+def _what_changed(journal: Journal, figures: Figures) -> list[Block]:
+    """What was not the same in all runs, or not all the time, and changes their speed."""
+    environments: dict[str, list[str]] = {}
+    for model in figures.models.values():
+        for run in model.runs:
+            for environment in run.environments:
+                environments.setdefault(environment, []).append(run_name(model.name, run.seed))
+    items = []
+    if len(environments) > 1:
+        items += [f"{', '.join(names)}: {one}" for one, names in environments.items()]
+    settings = [
+        leaves(event["settings"]["models"])
+        for event in (*journal.all("study"), *journal.all("settings"))
+    ]
+    for before, after in itertools.pairwise(settings):
+        items += [
+            f"{key}: {_plain(before[key])}, later {_plain(value)}"
+            for key, value in after.items()
+            if value != before[key] and re.fullmatch(_OF_SPEED, key)
+        ]
+    if not items:
+        return []
+    return ["Not the same throughout: seconds and tok/s are not comparable.", Bullets(items)]
 
 
 def _what_differed(study: Study) -> list[Block]:
@@ -526,6 +558,11 @@ def _alarms(figures: Figures) -> list[Block]:
                 items.append(
                     f"{name}: {run.nonfinite_updates} updates skipped because a loss or gradient "
                     f"was not finite, {run.empty_windows} windows without a target token"
+                )
+            if run.kept_layers:
+                items.append(
+                    f"{name}: {run.kept_layers:,} times a single layer was left as it was because "
+                    f"its gradient was not finite"
                 )
     if not items:
         return ["No alarm, no decision of a controller, no finding, no update that was skipped."]

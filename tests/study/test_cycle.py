@@ -664,6 +664,54 @@ def test_the_report_tells_the_peak_and_the_devices_of_all_cycles(finished, tmp_p
     assert "Seconds are of several devices (NVIDIA A, NVIDIA B, cpu): not comparable." in text
 
 
+def change_records(path: Path, change) -> None:
+    """Write a run's records again, each changed by `change(record)`."""
+    records = read_records(path)
+    for record in records:
+        change(record)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_the_report_tells_what_changed_the_speed_on_the_way(finished, tmp_path):
+    assert "Not the same" not in (finished.directory / "report.md").read_text()
+    study = copy_of(finished, tmp_path)
+
+    def move(record):
+        if record["update"] == 20:
+            record["environment"]["threads"] = 77
+            record["environment"]["versions"]["jax"] = "9.9.9"
+
+    change_records(study.directory / "models/plain-42/starts.jsonl", move)
+    plain = study.models["plain"]
+    training = dataclasses.replace(plain.training, micro_batch_rows=4, micro_batches=1)
+    logging = dataclasses.replace(plain.logging, tensorboard=True)
+    changed = dataclasses.replace(plain, training=training, logging=logging)
+    finish(dataclasses.replace(study, models=study.models | {"plain": changed}))
+    text = (study.directory / "report.md").read_text()
+    section = text[text.index("## What was equal") : text.index("## What differed")]
+    section = section.replace("\\_", "_")
+    assert "Not the same throughout: seconds and tok/s are not comparable." in section
+    assert re.search(r"\* loop-42, plain-42: cpu, \d+ CPU threads, python .*, jax 0\.", section)
+    assert re.search(r"\* plain-42: cpu, 77 CPU threads, python .*, jax 9\.9\.9, ", section)
+    assert "* plain.training.micro_batch_rows: 2, later 4\n" in section
+    assert "* plain.training.micro_batches: 2, later 1\n" in section
+    assert section.count("later") == 2
+
+
+def test_the_report_counts_layers_that_were_left_as_they_were(finished, tmp_path):
+    assert "no update that was skipped" in (finished.directory / "report.md").read_text()
+    study = copy_of(finished, tmp_path)
+
+    def keep(record):
+        record["kept_layers"] = 2 if record["update"] in (5, 25) else 0
+
+    change_records(study.directory / "models/loop-42/metrics.jsonl", keep)
+    finish(study)
+    text = (study.directory / "report.md").read_text()
+    assert "loop-42: 4 times a single layer was left as it was because its gradient" in text
+    assert "no update that was skipped" not in text
+
+
 ONE_LAYER = "model: {{kind: transformer, transformer: {{layers: 1}}}}"
 
 
