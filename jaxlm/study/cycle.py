@@ -254,12 +254,23 @@ class Cycles:
     def _say(self, cycle: int, text: str) -> None:
         print(f"\nCycle {cycle}/{self.study.config.cycles}: {text}", flush=True)
 
+    def _begun_before(self, kind: str, cycle: int) -> bool:
+        """Whether a phase was begun before, of which only the last attempt's seconds are known.
+
+        If not, the journal says from now on that it was.
+        """
+        if self.journal.find(kind, cycle=cycle):
+            return True
+        self.journal.append(kind, cycle=cycle)
+        return False
+
     # ------------------------------------------------------------------ data
 
     def _prepare(self, cycle: int) -> None:
         """Bring the cycle's tokens, and remember what was written."""
         if self.journal.find("prepared", cycle=cycle):
             return
+        interrupted = self._begun_before("preparing", cycle)
         study, began = self.study, time.time()
         needed = cycle * study.config.tokens_per_cycle + 1  # the last row's last target
         if study.own_data:
@@ -309,6 +320,7 @@ class Cycles:
             vocabulary_size=data.vocabulary_size,
             unigram_cross_entropy=unigram,
             files={name: entry for name, entry in files.items() if name not in recorded},
+            interrupted=interrupted,
             seconds=time.time() - began,
         )
 
@@ -351,6 +363,7 @@ class Cycles:
         """Bring the teacher's predictions for the cycle's tokens, in a process of its own."""
         if self.journal.find("cached", cycle=cycle):
             return
+        interrupted = self._begun_before("caching", cycle)
         study, directory, began = self.study, self.study.teacher_directory, time.time()
         assert study.teacher is not None
         until = cycle * study.config.tokens_per_cycle
@@ -385,6 +398,7 @@ class Cycles:
             bytes_per_token=format_of(manifest).bytes_per_token,
             unseen=unseen(study) if first is None else first["unseen"],
             files={name: entry for name, entry in files.items() if name not in recorded},
+            interrupted=interrupted,
             seconds=time.time() - began,
         )
 
@@ -653,7 +667,9 @@ class Cycles:
             DataDirectory(study.data_directory, verify=False).mark_reclaimed(begun["shards"])
         if study.teacher is not None:
             mark_reclaimed(study.teacher_directory, begun["teacher_shards"])
-        freed = remove(self.directory, files)
+        remove(self.directory, files)
+        # Those that a process which was killed removed are among them.
+        freed = sum(entry.bytes for entry in files.values())
         self.journal.append("reclaimed", cycle=cycle, bytes=freed)
         self._say(cycle, f"reclaimed {len(files)} files, {size_text(freed)}")
 

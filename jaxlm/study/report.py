@@ -28,7 +28,7 @@ from jaxlm.study.document import (
     as_markdown,
 )
 from jaxlm.study.figures import Axis, Figures, ModelFigures, at_equal, gather
-from jaxlm.study.journal import Journal
+from jaxlm.study.journal import Event, Journal
 from jaxlm.study.pictures import Series, available, line_chart
 from jaxlm.study.settings import Study, differing, leaves, run_name
 from jaxlm.study.verdict import Losses, Verdict, compare_depths
@@ -511,7 +511,6 @@ def _teacher(study: Study, journal: Journal) -> list[Block]:
             [name, "yes" if on else "no", *([f"{alpha:g}", f"{temperature:g}"] if on else "--")]
         )
     events = journal.all("cached")
-    records, seconds = events[-1]["until"], sum(event["seconds"] for event in events)
     return [
         Bullets(
             [
@@ -522,8 +521,9 @@ def _teacher(study: Study, journal: Journal) -> list[Block]:
                 + (f", which overlap by {context['overlap']:,}" if context["overlap"] else "")
                 + f"; students see packed rows of {study.first.data.sequence_length:,}.",
                 cached["unseen"],
-                f"Its predictions of {records:,} tokens took {seconds:,.0f} s. The FLOPs and the "
-                f"seconds of a model here include neither that nor the teacher's training.",
+                f"Its predictions of {events[-1]['until']:,} tokens took {_took(events)}. The "
+                f"FLOPs and the seconds of a model here include neither that nor the teacher's "
+                f"training.",
             ]
         ),
         Table(["model", "learns from it", "alpha", "temperature"], rows, 2),
@@ -571,8 +571,17 @@ def _alarms(figures: Figures) -> list[Block]:
     return [Bullets(shown + ([f"and {more} more, in the runs' records"] if more else []))]
 
 
+def _took(events: list[Event]) -> str:
+    """How long the phases of these events took, of each cycle one."""
+    again = [str(event["cycle"]) for event in events if event["interrupted"]]
+    text = f"{sum(event['seconds'] for event in events):,.0f} s"
+    if again:
+        text += f" (not counted: attempts that were interrupted, of cycle {', '.join(again)})"
+    return text
+
+
 def _time(journal: Journal, figures: Figures) -> list[Block]:
-    prepare = [event["seconds"] for event in journal.all("prepared")]
+    prepared = journal.all("prepared")
     items = [
         f"{run_name(model.name, run.seed)}: {goodput_line(run.goodput)}"
         for model in figures.models.values()
@@ -584,7 +593,7 @@ def _time(journal: Journal, figures: Figures) -> list[Block]:
     return [
         Bullets(items),
         "Goodput is the share of a run's time that went into updates which it still has.",
-        f"Preparing took {sum(prepare):,.0f} s in {len(prepare)} cycle(s); {size_text(freed)} of "
+        f"Preparing took {_took(prepared)} in {len(prepared)} cycle(s); {size_text(freed)} of "
         f"{what} were reclaimed.",
     ]
 
@@ -737,6 +746,8 @@ def _teacher_json(study: Study, journal: Journal) -> dict[str, Any]:
     keys = ("teacher", "context", "k", "dtype", "bytes_per_token", "unseen")
     return {key: cached[key] for key in keys} | {
         "seconds": sum(event["seconds"] for event in journal.all("cached")),
+        # Of these the attempts before the last are not in `seconds`.
+        "interrupted_cycles": [e["cycle"] for e in journal.all("cached") if e["interrupted"]],
         "students": {
             name: {
                 "alpha": study.models[name].distillation.alpha,

@@ -100,7 +100,7 @@ def finished(texts, tmp_path_factory):
 
 KINDS = [
     "study",
-    *["prepared", "trained", "evaluated", "trained", "evaluated", "compared"],
+    *["preparing", "prepared", "trained", "evaluated", "trained", "evaluated", "compared"],
     *["reclaiming", "reclaimed", "cycle"],
 ]
 
@@ -236,6 +236,12 @@ def test_killed_at_every_edge_of_the_journal(finished, texts, tmp_path, monkeypa
         assert live(study, monkeypatch, edge, after=True), edge
     finish(study)
     assert_same(finished, study)
+    # Of preparations that were begun again the seconds of the last attempt are known.
+    events = Journal(study.directory / "journal.jsonl", read_only=True).all("prepared")
+    assert [event["interrupted"] for event in events] == [True, True, True]
+    told = "not counted: attempts that were interrupted, of cycle 1, 2, 3)"
+    assert told in (study.directory / "report.md").read_text()
+    assert "not counted" not in (finished.directory / "report.md").read_text()
 
 
 def assert_same(finished, study) -> None:
@@ -294,6 +300,9 @@ def test_killed_while_shards_are_removed(finished, tmp_path, monkeypatch):
     left.unlink()
     finish(study)
     assert DataDirectory(folder / "data").manifest == data.manifest
+    # What was removed before the kill counts.
+    reclaimed = Journal(folder / "journal.jsonl", read_only=True).find("reclaimed", cycle=3)
+    assert reclaimed["bytes"] == sum(e["bytes"] for e in journal.events[last]["files"].values()) > 0
 
 
 # ---------------------------------------------------------------- report

@@ -129,7 +129,8 @@ def finished(texts, teacher, tmp_path_factory):  # noqa: F811
 
 KINDS = [
     "study",
-    *["prepared", "cached", "trained", "evaluated", "trained", "evaluated", "compared"],
+    *["preparing", "prepared", "caching", "cached"],
+    *["trained", "evaluated", "trained", "evaluated", "compared"],
     *["reclaiming", "reclaimed", "cycle"],
 ]
 
@@ -248,8 +249,8 @@ def predicted(monkeypatch) -> list[int]:
     "edges",
     [
         # Around the caching and the reclaiming of the first two cycles.
-        [(i + n, after) for i in (0, 10) for n in (2, 8, 9) for after in (False, True)],
-        pytest.param([(n, a) for n in range(31) for a in (False, True)], marks=pytest.mark.long),
+        [(i + n, after) for i in (0, 12) for n in (4, 10, 11) for after in (False, True)],
+        pytest.param([(n, a) for n in range(37) for a in (False, True)], marks=pytest.mark.long),
     ],
     ids=["some", "all"],
 )
@@ -270,6 +271,13 @@ def test_killed_at_edges_of_the_journal(finished, texts, teacher, tmp_path, monk
             assert [one[key] for key in keys] == [other[key] for key in keys], kind
     same_runs(finished, study)
     assert sum(groups) == 960  # nothing is predicted twice
+    again = [event["cycle"] for event in b.all("cached") if event["interrupted"]]
+    assert again[:2] == [1, 2]
+    figures = json.loads((study.directory / "report.json").read_text())
+    assert figures["teacher"]["interrupted_cycles"] == again
+    text = (study.directory / "report.md").read_text()
+    told = f"interrupted, of cycle {', '.join(map(str, again))}). The FLOPs"
+    assert told in text[text.index("## Teacher") :]
 
 
 def test_killed_while_it_predicts(finished, texts, teacher, tmp_path, monkeypatch):  # noqa: F811
