@@ -505,11 +505,12 @@ def _teacher(study: Study, journal: Journal) -> list[Block]:
     ]
     rows = []
     for name, config in study.models.items():
-        on = name in study.students
+        learns = "yes" if name in study.students else "no"
+        if name in study.measured and name not in study.students:
+            learns = "measured only"
         alpha, temperature = config.distillation.alpha, config.distillation.temperature
-        rows.append(
-            [name, "yes" if on else "no", *([f"{alpha:g}", f"{temperature:g}"] if on else "--")]
-        )
+        values = [f"{alpha:g}", f"{temperature:g}"] if name in study.measured else ["-", "-"]
+        rows.append([name, learns, *values])
     events = journal.all("cached")
     return [
         Bullets(

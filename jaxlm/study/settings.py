@@ -182,11 +182,16 @@ class Study:
         return parent / f"teacher-{self.teacher.cache_name}"
 
     @property
-    def students(self) -> list[str]:
-        """The models that learn from the teacher."""
+    def measured(self) -> list[str]:
+        """The models whose divergence from the teacher is measured: the students among them."""
         if self.teacher is None:
             return []
         return [n for n, config in self.models.items() if config.distillation.cache is not None]
+
+    @property
+    def students(self) -> list[str]:
+        """The models that learn from the teacher."""
+        return [name for name in self.measured if self.models[name].distillation.alpha > 0]
 
     @property
     def first(self) -> Config:
@@ -219,7 +224,7 @@ class Study:
         if self.sweep:  # a rate that is too high is a result, and ends no study
             unlimited = dataclasses.replace(config.training, max_nonfinite_updates=self.updates + 1)
             config = dataclasses.replace(config, training=unlimited)
-        if model in self.students:
+        if model in self.measured:
             cache = str(self.teacher_directory)
             distillation = dataclasses.replace(config.distillation, cache=cache)
             config = dataclasses.replace(config, distillation=distillation)
@@ -314,7 +319,7 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
 
 def _refuse_without_use(path: Path, study: Study) -> None:
     """Refuse a teacher that nobody learns from, or whose tokenizer the data cannot have."""
-    if not study.students:
+    if not study.measured:
         raise UserError(f"{path}: teacher: no model learns from it; remove it, or a cache: null")
     if study.own_data and study.first.prepare.tokenizer is None:
         raise UserError(

@@ -16,6 +16,7 @@ from test_cycle import (
     TINY,
     Killed,
     arrays_of,
+    copy_of,
     finish,
     launch,
     live,
@@ -48,6 +49,7 @@ from jaxlm.distillation.teachers import JaxlmTeacher, load_teacher
 from jaxlm.errors import Failure, UserError
 from jaxlm.memory.devices import DEVICES
 from jaxlm.study import cycle as machine
+from jaxlm.study import report
 from jaxlm.study.cycle import Cycles, StoppedError
 from jaxlm.study.folder import bytes_in
 from jaxlm.study.journal import Journal
@@ -181,6 +183,21 @@ def test_the_report_names_the_teacher_and_whom_it_teaches(finished):
     figures = json.loads((finished.directory / "report.json").read_text())
     assert figures["teacher"]["students"] == {"student": {"alpha": 0.7, "temperature": 2.0}}
     assert figures["teacher"]["context"]["length"] == 8
+
+
+def test_who_is_only_measured_does_not_count_as_a_student(finished, tmp_path):
+    study = copy_of(finished, tmp_path)
+    student = study.models["student"]
+    distillation = dataclasses.replace(student.distillation, alpha=0.0)
+    models = study.models | {"student": dataclasses.replace(student, distillation=distillation)}
+    study = dataclasses.replace(study, models=models)
+    assert study.run_config("student", 42, 1).distillation.cache == str(study.teacher_directory)
+    assert study.run_config("alone", 42, 1).distillation.cache is None
+    report.write_report(study, Journal(study.directory / "journal.jsonl"), [])
+    text = (study.directory / "report.md").read_text()
+    assert "| student | measured only | 0 | 2 |" in text
+    assert "| alone | no | - | - |" in text
+    assert json.loads((study.directory / "report.json").read_text())["teacher"]["students"] == {}
 
 
 def test_what_was_learned_from_is_gone_and_other_files_stay(finished):
