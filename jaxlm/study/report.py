@@ -299,7 +299,8 @@ def _figures(study: Study, figures: Figures) -> list[Block]:
     over = "Of one seed" if seeds == 1 else f"Means over {seeds} seeds"
     return [
         f"{over}, weighted by target tokens, in nats per token; tok/s of the forward pass. Knowing "
-        f"only how common each token is gives {figures.unigram:.4f} nats.",
+        f"only how common each token is gives {figures.unigram:.4f} nats per token of the same "
+        f"documents.",
         Table(header, rows, 1),
         Table(
             [
