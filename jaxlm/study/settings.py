@@ -87,7 +87,8 @@ class StudyConfig:
     reference: Name | None = None
     # Smallest difference, in nats per token, that counts where each model has one seed.
     margin: Rate = 0.01
-    # Also evaluate, after each cycle, on the validation documents that came with its tokens.
+    # Also evaluate, after each cycle, on the validation documents that came with its tokens: where
+    # the study prepares them.
     held_out_windows: bool = False
     # Further data directories whose validation documents are evaluated, by name; never written to.
     evaluation_data: dict[Name, Text] = dataclasses.field(default_factory=dict)
@@ -312,6 +313,11 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     _refuse_unequal(path, models)
     updates = _updates_per_cycle(path, config, models)
     study = Study(config, models, sweep, updates, file.teacher)
+    if config.held_out_windows and not study.own_data:
+        raise UserError(
+            f"{path}: study.held_out_windows: no validation documents come with a cycle of data "
+            f"that are prepared already; remove it, or set prepare.inputs"
+        )
     if file.teacher is not None:
         _refuse_without_use(path, study)
     return study

@@ -794,6 +794,7 @@ def test_data_prepared_elsewhere_are_read_and_left_alone(texts, tmp_path):
     machine.prepare(config)
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "data").rglob("*"))
     text = TINY.replace('inputs: ["{folder}/*.txt"]', "inputs: []")
+    text = text.replace("  held_out_windows: true\n", "")
     text = text.replace("length: 8}}", f"length: 8, directory: {tmp_path}/data}}}}")
     study = study_in(tmp_path / "study", texts, text=text)
     finish(study)
