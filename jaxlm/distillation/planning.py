@@ -108,7 +108,9 @@ def logits_bytes(teacher: TeacherConfig, size: TeacherSize, vocabulary_size: int
     """Bytes of the logits that exist at one time."""
     if teacher.run is not None:  # no more than those of a chunk, in float32
         return 4 * teacher.chunk_tokens * vocabulary_size
-    return 2 * teacher.rows * context_of(teacher).length * (size.vocabulary or vocabulary_size)
+    # A model of Hugging Face gives those of all its rows, in the type that it computes in.
+    entries = teacher.rows * context_of(teacher).length * (size.vocabulary or vocabulary_size)
+    return _BYTES[teacher.weights] * entries
 
 
 def size_of_run(config: Config, depth: int | None, context: Context) -> TeacherSize:

@@ -48,14 +48,14 @@ from jaxlm.files import Lock, sha256_of, size_text, write_atomically
 from jaxlm.signals import on_ending
 from jaxlm.study.blocks import digest_of, first_difference, read_blocks
 from jaxlm.study.folder import bytes_in, check_removable, free_bytes, refuse_links, remove
-from jaxlm.study.journal import Journal
+from jaxlm.study.journal import Event, Journal
 from jaxlm.study.plan import disk_needs
 from jaxlm.study.report import write_report
 from jaxlm.study.settings import Study, changes, run_name
 from jaxlm.study.teacher import unseen
 from jaxlm.study.worker import STOPPED, EvaluationSet, Job, TeacherJob, check_comparable
 from jaxlm.training.manifest import damage_text, inspect
-from jaxlm.training.metrics import BLOCKS
+from jaxlm.training.metrics import BLOCKS, EVENTS, METRICS, read_records
 
 JOURNAL = "journal.jsonl"
 _PASS_ON_SECONDS = 0.2  # until a signal reaches the worker
@@ -182,6 +182,7 @@ class Cycles:
         for cycle in range(1, self.study.config.cycles + 1):
             if self.journal.find("cycle", cycle=cycle):
                 continue
+            self._finish_training_again()
             self._prepare(cycle)
             if self.study.teacher is not None:
                 self._cache(cycle)
@@ -253,12 +254,23 @@ class Cycles:
     def _say(self, cycle: int, text: str) -> None:
         print(f"\nCycle {cycle}/{self.study.config.cycles}: {text}", flush=True)
 
+    def _begun_before(self, kind: str, cycle: int) -> bool:
+        """Whether a phase was begun before, of which only the last attempt's seconds are known.
+
+        If not, the journal says from now on that it was.
+        """
+        if self.journal.find(kind, cycle=cycle):
+            return True
+        self.journal.append(kind, cycle=cycle)
+        return False
+
     # ------------------------------------------------------------------ data
 
     def _prepare(self, cycle: int) -> None:
         """Bring the cycle's tokens, and remember what was written."""
         if self.journal.find("prepared", cycle=cycle):
             return
+        interrupted = self._begun_before("preparing", cycle)
         study, began = self.study, time.time()
         needed = cycle * study.config.tokens_per_cycle + 1  # the last row's last target
         if study.own_data:
@@ -308,6 +320,7 @@ class Cycles:
             vocabulary_size=data.vocabulary_size,
             unigram_cross_entropy=unigram,
             files={name: entry for name, entry in files.items() if name not in recorded},
+            interrupted=interrupted,
             seconds=time.time() - began,
         )
 
@@ -350,6 +363,7 @@ class Cycles:
         """Bring the teacher's predictions for the cycle's tokens, in a process of its own."""
         if self.journal.find("cached", cycle=cycle):
             return
+        interrupted = self._begun_before("caching", cycle)
         study, directory, began = self.study, self.study.teacher_directory, time.time()
         assert study.teacher is not None
         until = cycle * study.config.tokens_per_cycle
@@ -384,6 +398,7 @@ class Cycles:
             bytes_per_token=format_of(manifest).bytes_per_token,
             unseen=unseen(study) if first is None else first["unseen"],
             files={name: entry for name, entry in files.items() if name not in recorded},
+            interrupted=interrupted,
             seconds=time.time() - began,
         )
 
@@ -447,7 +462,17 @@ class Cycles:
         job.result.unlink(missing_ok=True)
         path = self.directory / "jobs" / f"{name}.json"
         job.write(path)
-        self._launch(path, f"{name}: training or evaluation", "from its last checkpoint")
+        try:
+            self._launch(path, f"{name}: training or evaluation", "from its last checkpoint")
+        except Failure as failure:
+            limit = job.config.training.max_nonfinite_updates
+            if not self._diverged(name, limit):
+                raise
+            raise Failure(
+                f"{failure}. Its loss or gradient was not finite in the last {limit} updates: only "
+                f"with training.max_nonfinite_updates above {limit} in the settings of "
+                f"{key['model']}, which may change, does it go on, and the study with it"
+            ) from None
         result = json.loads(job.result.read_text(encoding="utf-8"))
         if result["update"] != until:
             raise Failure(f"{name}: stands at update {result['update']}, expected {until}")
@@ -460,7 +485,7 @@ class Cycles:
         }
         if self.journal.find("trained", **key) is None:
             self.journal.append("trained", **key, **stands)
-        elif self._saved(key) != stands["checkpoint"]:  # its checkpoint was damaged
+        elif self._open_retraining() or self._saved(key) != stands["checkpoint"]:
             self.journal.append("retrained", **key, **stands)
         return result
 
@@ -470,13 +495,37 @@ class Cycles:
         assert event is not None
         return event["checkpoint"]
 
-    def _train_again(self, cycle: int, model: str, seed: int) -> None:
-        """Train a run to the end of the cycle from the last whole checkpoint before it."""
+    def _diverged(self, name: str, limit: int) -> bool:
+        """Whether a run's last `limit` updates were all skipped for not being finite."""
+        directory = self._run_directory(name)
+        skipped = {
+            e["update"] for e in read_records(directory / EVENTS) if e["kind"] == "not_finite"
+        }
+        last = [record["update"] for record in read_records(directory / METRICS)][-limit:]
+        return len(last) == limit and skipped.issuperset(last)
+
+    def _train_again(self, key: dict[str, Any]) -> None:
+        """Train a run to the end of the cycle from the last whole checkpoint before it.
+
+        The journal has a `retraining` event of it: until there is a `retrained` one, the run's
+        records may end before the cycle does, and its checkpoint is not the one of before.
+        """
+        cycle, model, seed = key["cycle"], key["model"], key["seed"]
         nowhere = self.directory / "jobs" / f"{run_name(model, seed)}-again.json"
         until, depths = cycle * self.study.updates_per_cycle, self.study.config.depths
-        job = Job(self.run_config(model, seed), until, depths, (), nowhere)
-        self._work(job, {"cycle": cycle, "model": model, "seed": seed})
-        self.report()  # or raise, where it did not see the same blocks
+        self._work(Job(self.run_config(model, seed), until, depths, (), nowhere), key)
+
+    def _open_retraining(self) -> Event | None:
+        """The `retraining` event that no `retrained` one follows; there is one at most."""
+        kinds = ("retraining", "retrained")
+        last = next((e for e in reversed(self.journal.events) if e["event"] in kinds), None)
+        return last if last is not None and last["event"] == "retraining" else None
+
+    def _finish_training_again(self) -> None:
+        """Do what is left of a run's training again, before its records are compared."""
+        begun = self._open_retraining()
+        if begun is not None:
+            self._train_again({name: begun[name] for name in ("cycle", "model", "seed")})
 
     def run_config(self, model: str, seed: int) -> Config:
         """A run's configuration; the first cycle's validation documents are that of all."""
@@ -594,7 +643,9 @@ class Cycles:
                     found = self._checkpoint(run_name(model, seed), update)
                 except _DamagedError as damaged:
                     print(f"warning: {damaged}; it begins", file=sys.stderr, flush=True)
-                    self._train_again(cycle, model, seed)
+                    self.journal.append("retraining", **key)
+                    self._train_again(key)
+                    self.report()  # or raise, where it did not see the same blocks
                     found = self._checkpoint(run_name(model, seed), update)
                 if found != self._saved(key):
                     raise Failure(
@@ -616,7 +667,9 @@ class Cycles:
             DataDirectory(study.data_directory, verify=False).mark_reclaimed(begun["shards"])
         if study.teacher is not None:
             mark_reclaimed(study.teacher_directory, begun["teacher_shards"])
-        freed = remove(self.directory, files)
+        remove(self.directory, files)
+        # Those that a process which was killed removed are among them.
+        freed = sum(entry.bytes for entry in files.values())
         self.journal.append("reclaimed", cycle=cycle, bytes=freed)
         self._say(cycle, f"reclaimed {len(files)} files, {size_text(freed)}")
 

@@ -17,6 +17,7 @@ from jaxlm.study.journal import Journal
 from jaxlm.study.plan import with_vocabulary
 from jaxlm.study.settings import Study, run_name
 from jaxlm.training.goodput import read_accounts, summary
+from jaxlm.training.loop import STARTS
 from jaxlm.training.metrics import ALARMS, DECISIONS, EVENTS, METRICS, read_records
 
 Axis = str  # "tokens", "flops" or "seconds"
@@ -69,6 +70,10 @@ class RunFigures:
     events: list[dict[str, Any]]
     nonfinite_updates: int
     empty_windows: int
+    # Times that training.update: in_backward left a single layer as it was: no finite gradient.
+    kept_layers: int
+    # Device, CPU threads and versions of each start, where they are not those of another.
+    environments: list[str]
     # Tokens a second of the median update, and the share of time that training waited for data.
     training_speed: float
     data_wait: float
@@ -232,10 +237,23 @@ def _run(study: Study, journal: Journal, model: str, seed: int) -> RunFigures | 
         events=read_records(directory / EVENTS),
         nonfinite_updates=last["nonfinite_updates"],
         empty_windows=last["empty_windows"],
+        kept_layers=sum(record["kept_layers"] for record in metrics),
+        environments=_environments(directory),
         training_speed=statistics.median(speeds) if speeds else float("nan"),
         data_wait=statistics.fmean(waits) if waits else float("nan"),
         goodput=summary(read_accounts(directory)) or {},
     )
+
+
+def _environments(directory: Path) -> list[str]:
+    """What speed depends on besides the settings, of each start of a run; each once."""
+    described = [start["environment"] for start in read_records(directory / STARTS)]
+    texts = [
+        f"{one['device']}, {one['threads']} CPU threads, "
+        + ", ".join(f"{name} {version}" for name, version in one["versions"].items())
+        for one in described
+    ]
+    return list(dict.fromkeys(texts))
 
 
 def _cumulative(config: Config, metrics: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:

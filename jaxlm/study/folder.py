@@ -88,9 +88,8 @@ def check_removable(study: Path, files: dict[str, Any]) -> dict[str, FileSum]:
     return checked
 
 
-def remove(study: Path, files: dict[str, FileSum]) -> int:
-    """Remove shards that :func:`check_removable` passed. Returns the bytes that were freed."""
-    freed = 0
+def remove(study: Path, files: dict[str, FileSum]) -> None:
+    """Remove shards that :func:`check_removable` passed."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     for name in files:
         descriptors = [os.open(study, flags)]
@@ -103,10 +102,8 @@ def remove(study: Path, files: dict[str, FileSum]) -> int:
                 raise Failure(f"{study / name}: is no ordinary file; it is not removed")
             os.unlink(leaf, dir_fd=descriptors[-1])
             os.fsync(descriptors[-1])
-            freed += found.st_size
         except FileNotFoundError:
             continue  # removed before a restart
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-    return freed

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import statistics
 from typing import Any
 
@@ -27,7 +28,7 @@ from jaxlm.study.document import (
     as_markdown,
 )
 from jaxlm.study.figures import Axis, Figures, ModelFigures, at_equal, gather
-from jaxlm.study.journal import Journal
+from jaxlm.study.journal import Event, Journal
 from jaxlm.study.pictures import Series, available, line_chart
 from jaxlm.study.settings import Study, differing, leaves, run_name
 from jaxlm.study.verdict import Losses, Verdict, compare_depths
@@ -35,6 +36,11 @@ from jaxlm.training.goodput import goodput_line
 
 # Stored parameters within this share of one another count as equal.
 _EQUAL_PARAMETERS = 0.02
+# Settings of a model that may change while a study is under way, and change its speed.
+_OF_SPEED = (
+    r".+\.(data\.prefetch|model\.(attention|remat)|loss\.chunk_tokens|evaluation\.batch_rows|"
+    r"training\.(micro_batch_rows|micro_batches|block_inputs)|profile\..+)"
+)
 _AXES: dict[Axis, tuple[str, str]] = {
     "tokens": ("target tokens", "{:,.0f}"),
     "flops": ("training FLOPs", "{:.4g}"),
@@ -208,16 +214,7 @@ def _verdict_blocks(
     sentences, shared = _said(verdicts)
     blocks += [Bullets(found) for found in sentences]
     blocks += shared
-    blocks.append(
-        "Statements of one model at its depths are made together: the chance that any of them is "
-        "false is at most 5 %. "
-        + ("Each model is compared with the reference separately. " if len(verdicts) > 1 else "")
-        + (
-            f"The margin of {study.config.margin:g} nats was set before the study began."
-            if len(study.config.seeds) == 1
-            else f"Intervals are over {len(study.config.seeds)} seeds and over documents."
-        )
-    )
+    blocks.append(_how_sure(study, len(verdicts)))
     if study.sweep:
         blocks.append(
             "The learning rates were chosen on these same documents, from as many for each "
@@ -226,9 +223,28 @@ def _verdict_blocks(
     if figures.cycles < study.config.cycles:
         blocks.append(
             f"This is a look at an unfinished study, {figures.cycles} of {study.config.cycles} "
-            f"cycles; whoever stops at the first look that pleases has no 5 %."
+            f"cycles; whoever stops at the first look that pleases is wrong more often."
         )
     return blocks
+
+
+def _how_sure(study: Study, models: int) -> str:
+    """What the intervals are over, and how often statements are false."""
+    seeds = len(study.config.seeds)
+    separately = "Each model is compared with the reference separately. " if models > 1 else ""
+    if seeds == 1:
+        return (
+            f"Statements of one model at its depths are made together, and intervals are over "
+            f"documents alone: how often another seed would reverse a statement is not known. "
+            f"{separately}The margin of {study.config.margin:g} nats was set before the study "
+            f"began."
+        )
+    return (
+        f"Statements of one model at its depths are made together: the chance that any of them is "
+        f"false is about 5 %. {separately}Intervals are over {seeds} seeds and over documents. The "
+        f"order of the data was the same for all seeds: what another order would change is not in "
+        f"them."
+    )
 
 
 # ---------------------------------------------------------------- tables
@@ -283,7 +299,8 @@ def _figures(study: Study, figures: Figures) -> list[Block]:
     over = "Of one seed" if seeds == 1 else f"Means over {seeds} seeds"
     return [
         f"{over}, weighted by target tokens, in nats per token; tok/s of the forward pass. Knowing "
-        f"only how common each token is gives {figures.unigram:.4f} nats.",
+        f"only how common each token is gives {figures.unigram:.4f} nats per token of the same "
+        f"documents.",
         Table(header, rows, 1),
         Table(
             [
@@ -440,7 +457,33 @@ def _what_was_equal(
                 f"cycle on.",
             ]
         ),
+        *_what_changed(journal, figures),
     ]
+
+
+def _what_changed(journal: Journal, figures: Figures) -> list[Block]:
+    """What was not the same in all runs, or not all the time, and changes their speed."""
+    environments: dict[str, list[str]] = {}
+    for model in figures.models.values():
+        for run in model.runs:
+            for environment in run.environments:
+                environments.setdefault(environment, []).append(run_name(model.name, run.seed))
+    items = []
+    if len(environments) > 1:
+        items += [f"{', '.join(names)}: {one}" for one, names in environments.items()]
+    settings = [
+        leaves(event["settings"]["models"])
+        for event in (*journal.all("study"), *journal.all("settings"))
+    ]
+    for before, after in itertools.pairwise(settings):
+        items += [
+            f"{key}: {_plain(before[key])}, later {_plain(value)}"
+            for key, value in after.items()
+            if value != before[key] and re.fullmatch(_OF_SPEED, key)
+        ]
+    if not items:
+        return []
+    return ["Not the same throughout: seconds and tok/s are not comparable.", Bullets(items)]
 
 
 def _what_differed(study: Study) -> list[Block]:
@@ -463,13 +506,13 @@ def _teacher(study: Study, journal: Journal) -> list[Block]:
     ]
     rows = []
     for name, config in study.models.items():
-        on = name in study.students
+        learns = "yes" if name in study.students else "no"
+        if name in study.measured and name not in study.students:
+            learns = "measured only"
         alpha, temperature = config.distillation.alpha, config.distillation.temperature
-        rows.append(
-            [name, "yes" if on else "no", *([f"{alpha:g}", f"{temperature:g}"] if on else "--")]
-        )
+        values = [f"{alpha:g}", f"{temperature:g}"] if name in study.measured else ["-", "-"]
+        rows.append([name, learns, *values])
     events = journal.all("cached")
-    records, seconds = events[-1]["until"], sum(event["seconds"] for event in events)
     return [
         Bullets(
             [
@@ -480,8 +523,9 @@ def _teacher(study: Study, journal: Journal) -> list[Block]:
                 + (f", which overlap by {context['overlap']:,}" if context["overlap"] else "")
                 + f"; students see packed rows of {study.first.data.sequence_length:,}.",
                 cached["unseen"],
-                f"Its predictions of {records:,} tokens took {seconds:,.0f} s. The FLOPs and the "
-                f"seconds of a model here include neither that nor the teacher's training.",
+                f"Its predictions of {events[-1]['until']:,} tokens took {_took(events)}. The "
+                f"FLOPs and the seconds of a model here include neither that nor the teacher's "
+                f"training.",
             ]
         ),
         Table(["model", "learns from it", "alpha", "temperature"], rows, 2),
@@ -517,6 +561,11 @@ def _alarms(figures: Figures) -> list[Block]:
                     f"{name}: {run.nonfinite_updates} updates skipped because a loss or gradient "
                     f"was not finite, {run.empty_windows} windows without a target token"
                 )
+            if run.kept_layers:
+                items.append(
+                    f"{name}: {run.kept_layers:,} times a single layer was left as it was because "
+                    f"its gradient was not finite"
+                )
     if not items:
         return ["No alarm, no decision of a controller, no finding, no update that was skipped."]
     shown = items[:40]
@@ -524,8 +573,17 @@ def _alarms(figures: Figures) -> list[Block]:
     return [Bullets(shown + ([f"and {more} more, in the runs' records"] if more else []))]
 
 
+def _took(events: list[Event]) -> str:
+    """How long the phases of these events took, of each cycle one."""
+    again = [str(event["cycle"]) for event in events if event["interrupted"]]
+    text = f"{sum(event['seconds'] for event in events):,.0f} s"
+    if again:
+        text += f" (not counted: attempts that were interrupted, of cycle {', '.join(again)})"
+    return text
+
+
 def _time(journal: Journal, figures: Figures) -> list[Block]:
-    prepare = [event["seconds"] for event in journal.all("prepared")]
+    prepared = journal.all("prepared")
     items = [
         f"{run_name(model.name, run.seed)}: {goodput_line(run.goodput)}"
         for model in figures.models.values()
@@ -537,7 +595,7 @@ def _time(journal: Journal, figures: Figures) -> list[Block]:
     return [
         Bullets(items),
         "Goodput is the share of a run's time that went into updates which it still has.",
-        f"Preparing took {sum(prepare):,.0f} s in {len(prepare)} cycle(s); {size_text(freed)} of "
+        f"Preparing took {_took(prepared)} in {len(prepared)} cycle(s); {size_text(freed)} of "
         f"{what} were reclaimed.",
     ]
 
@@ -650,6 +708,15 @@ def _sweep(study: Study, figures: Figures) -> list[Block]:
         f"cycle {figures.cycles} at the mean depth of training.",
         Table([*header, "tok/s", "peak memory"], rows),
     ]
+    skipped = [
+        f"{run_name(name, run.seed)}: {run.nonfinite_updates:,} of "
+        f"{run.points[-1].update:,} updates skipped because a loss or gradient was not finite"
+        for name in study.sweep
+        for run in figures.models[name].runs
+        if run.nonfinite_updates
+    ]
+    if skipped:
+        blocks.append(Bullets(skipped))
     if edges:
         blocks.append(Bullets([f"{edge}: a wider sweep may do better" for edge in edges]))
     if available():
@@ -681,6 +748,8 @@ def _teacher_json(study: Study, journal: Journal) -> dict[str, Any]:
     keys = ("teacher", "context", "k", "dtype", "bytes_per_token", "unseen")
     return {key: cached[key] for key in keys} | {
         "seconds": sum(event["seconds"] for event in journal.all("cached")),
+        # Of these the attempts before the last are not in `seconds`.
+        "interrupted_cycles": [e["cycle"] for e in journal.all("cached") if e["interrupted"]],
         "students": {
             name: {
                 "alpha": study.models[name].distillation.alpha,

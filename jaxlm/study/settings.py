@@ -87,7 +87,8 @@ class StudyConfig:
     reference: Name | None = None
     # Smallest difference, in nats per token, that counts where each model has one seed.
     margin: Rate = 0.01
-    # Also evaluate, after each cycle, on the validation documents that came with its tokens.
+    # Also evaluate, after each cycle, on the validation documents that came with its tokens: where
+    # the study prepares them.
     held_out_windows: bool = False
     # Further data directories whose validation documents are evaluated, by name; never written to.
     evaluation_data: dict[Name, Text] = dataclasses.field(default_factory=dict)
@@ -182,11 +183,16 @@ class Study:
         return parent / f"teacher-{self.teacher.cache_name}"
 
     @property
-    def students(self) -> list[str]:
-        """The models that learn from the teacher."""
+    def measured(self) -> list[str]:
+        """The models whose divergence from the teacher is measured: the students among them."""
         if self.teacher is None:
             return []
         return [n for n, config in self.models.items() if config.distillation.cache is not None]
+
+    @property
+    def students(self) -> list[str]:
+        """The models that learn from the teacher."""
+        return [name for name in self.measured if self.models[name].distillation.alpha > 0]
 
     @property
     def first(self) -> Config:
@@ -216,7 +222,10 @@ class Study:
     def run_config(self, model: str, seed: int, validation_tokens: int) -> Config:
         """The whole configuration of a run, the same in every cycle."""
         config = self.models[model]
-        if model in self.students:
+        if self.sweep:  # a rate that is too high is a result, and ends no study
+            unlimited = dataclasses.replace(config.training, max_nonfinite_updates=self.updates + 1)
+            config = dataclasses.replace(config, training=unlimited)
+        if model in self.measured:
             cache = str(self.teacher_directory)
             distillation = dataclasses.replace(config.distillation, cache=cache)
             config = dataclasses.replace(config, distillation=distillation)
@@ -304,6 +313,11 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     _refuse_unequal(path, models)
     updates = _updates_per_cycle(path, config, models)
     study = Study(config, models, sweep, updates, file.teacher)
+    if config.held_out_windows and not study.own_data:
+        raise UserError(
+            f"{path}: study.held_out_windows: no validation documents come with a cycle of data "
+            f"that are prepared already; remove it, or set prepare.inputs"
+        )
     if file.teacher is not None:
         _refuse_without_use(path, study)
     return study
@@ -311,7 +325,7 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
 
 def _refuse_without_use(path: Path, study: Study) -> None:
     """Refuse a teacher that nobody learns from, or whose tokenizer the data cannot have."""
-    if not study.students:
+    if not study.measured:
         raise UserError(f"{path}: teacher: no model learns from it; remove it, or a cache: null")
     if study.own_data and study.first.prepare.tokenizer is None:
         raise UserError(
@@ -338,7 +352,7 @@ def _sweep_models(
     models, chosen = {}, {}
     for name, entry in sweep.optimizers.items():
         for rate in entry.learning_rates:
-            model = f"{name}-lr{rate:g}"
+            model = f"{name}-lr{rate:g}".replace("+", "")  # as in 1e+30: names a folder
             if model in models:
                 raise UserError(f"{path}: sweep: {name} repeats the learning rate {rate:g}")
             layers = [

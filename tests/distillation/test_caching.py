@@ -20,7 +20,8 @@ from jaxlm.data.tokenizer import train_tokenizer
 from jaxlm.distillation.caching import cache_directory, verify
 from jaxlm.distillation.caching import cache_teacher as write_cache
 from jaxlm.distillation.contexts import DocumentContext, PackedContext
-from jaxlm.distillation.planning import CachePlan, size_of_hugging_face, size_of_run
+from jaxlm.distillation.planning import CachePlan, logits_bytes, size_of_hugging_face, size_of_run
+from jaxlm.distillation.settings import TeacherConfig
 from jaxlm.distillation.teachers import HuggingFaceTeacher, JaxlmTeacher, load_hugging_face
 from jaxlm.errors import Failure, UserError
 from jaxlm.losses import TeacherRecords, chunked_cross_entropy
@@ -423,6 +424,16 @@ def test_a_plan_of_32_billion_parameters_and_200_million_tokens():
     assert not plan.fits
     quantised = size_of_hugging_face("llm", None, "bfloat16", {"load_in_4bit": True}, 32 * 10**9)
     assert dataclasses.replace(plan, teacher=quantised).fits
+
+
+@pytest.mark.parametrize(("weights", "each"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
+def test_a_plan_counts_logits_in_the_type_that_they_have(weights, each):
+    teacher = TeacherConfig(hf="llm", weights=weights, length=1000, batch_rows=3)
+    size = size_of_hugging_face("llm", None, weights, None, 32 * 10**9)
+    assert logits_bytes(teacher, size, 64) == each * 3 * 1000 * 64
+    # Padding beyond the data's vocabulary is there too.
+    padded = dataclasses.replace(size, vocabulary=80)
+    assert logits_bytes(teacher, padded, 64) == each * 3 * 1000 * 80
 
 
 def test_a_plan_of_a_run_counts_its_depth():

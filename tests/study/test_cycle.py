@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,13 @@ from jaxlm.files import sha256_of
 from jaxlm.memory.devices import DEVICES
 from jaxlm.study import cycle as machine
 from jaxlm.study import report
-from jaxlm.study.cycle import Cycles
+from jaxlm.study.cycle import Cycles, StoppedError
 from jaxlm.study.journal import Journal
 from jaxlm.study.plan import disk_needs, phase_times
 from jaxlm.study.settings import read_study
 from jaxlm.study.status import print_plan, print_status
 from jaxlm.study.worker import read_job, work
-from jaxlm.training import checkpoint
+from jaxlm.training import checkpoint, loop
 from jaxlm.training.metrics import read_records
 
 TINY = """
@@ -99,7 +100,7 @@ def finished(texts, tmp_path_factory):
 
 KINDS = [
     "study",
-    *["prepared", "trained", "evaluated", "trained", "evaluated", "compared"],
+    *["preparing", "prepared", "trained", "evaluated", "trained", "evaluated", "compared"],
     *["reclaiming", "reclaimed", "cycle"],
 ]
 
@@ -235,6 +236,12 @@ def test_killed_at_every_edge_of_the_journal(finished, texts, tmp_path, monkeypa
         assert live(study, monkeypatch, edge, after=True), edge
     finish(study)
     assert_same(finished, study)
+    # Of preparations that were begun again the seconds of the last attempt are known.
+    events = Journal(study.directory / "journal.jsonl", read_only=True).all("prepared")
+    assert [event["interrupted"] for event in events] == [True, True, True]
+    told = "not counted: attempts that were interrupted, of cycle 1, 2, 3)"
+    assert told in (study.directory / "report.md").read_text()
+    assert "not counted" not in (finished.directory / "report.md").read_text()
 
 
 def assert_same(finished, study) -> None:
@@ -293,6 +300,9 @@ def test_killed_while_shards_are_removed(finished, tmp_path, monkeypatch):
     left.unlink()
     finish(study)
     assert DataDirectory(folder / "data").manifest == data.manifest
+    # What was removed before the kill counts.
+    reclaimed = Journal(folder / "journal.jsonl", read_only=True).find("reclaimed", cycle=3)
+    assert reclaimed["bytes"] == sum(e["bytes"] for e in journal.events[last]["files"].values()) > 0
 
 
 # ---------------------------------------------------------------- report
@@ -343,6 +353,17 @@ def test_the_report_says_what_the_runs_measured(finished):
     html = (finished.directory / "report.html").read_text()
     assert html.count("data:image/svg") == 5
     assert "http" not in html.replace("http-equiv", "")
+
+
+def test_the_report_says_how_sure_its_statements_are(finished):
+    one = report._how_sure(finished, 1)
+    assert one in (finished.directory / "report.md").read_text()
+    assert "over documents alone: how often another seed would reverse a statement is not" in one
+    assert "5 %" not in one
+    config = dataclasses.replace(finished.config, seeds=(1, 2, 3))
+    several = report._how_sure(dataclasses.replace(finished, config=config), 2)
+    assert "the chance that any of them is false is about 5 %. Each model is compared" in several
+    assert "Intervals are over 3 seeds and over documents. The order of the data was" in several
 
 
 def test_one_changed_line_of_a_block_log_withholds_the_verdict(finished, tmp_path):
@@ -483,17 +504,53 @@ def test_evaluation_data_are_looked_at_before_anything_is_trained(texts, tmp_pat
     assert not (study.directory / "models").exists()
 
 
-def test_a_damaged_checkpoint_keeps_the_tokens_and_is_made_again(
-    texts, tmp_path, monkeypatch, capsys
-):
-    study = study_in(tmp_path, texts, "study.cycles=1")
-    edge = KINDS.index("reclaiming")
-    assert live(study, monkeypatch, edge - 1, after=True)
-    run = study.directory / "models/loop-42"
-    kept = (run / "blocks.jsonl").read_text()
-    arrays = arrays_of(run / "checkpoints/10")
-    path = run / "checkpoints/10/manifest.json"
+@pytest.fixture(scope="module")
+def before_reclaiming(texts, tmp_path_factory):
+    """A study of one cycle that has only to reclaim its tokens; not to be written to."""
+    study = study_in(tmp_path_factory.mktemp("before"), texts, "study.cycles=1")
+    with pytest.MonkeyPatch.context() as patch:
+        assert live(study, patch, KINDS.index("reclaiming") - 1, after=True)
+    return study
+
+
+DAMAGED = "models/loop-42/checkpoints/10"
+
+
+def damaged_copy(study, folder: Path):
+    """The same study elsewhere, one model's last checkpoint damaged."""
+    study = copy_of(study, folder)
+    path = study.directory / DAMAGED / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    return study
+
+
+def assert_made_again(study, before) -> None:
+    """A damaged study ended with the runs, figures and verdicts of one that was not."""
+    names = [event["event"] for event in Journal(study.directory / "journal.jsonl").events]
+    edge = KINDS.index("reclaiming")
+    # It stands elsewhere, which is a change of its settings.
+    assert names == [*KINDS[:edge], "settings", "retraining", "retrained", *KINDS[edge:]]
+    again = Journal(study.directory / "journal.jsonl").find("retrained")
+    checksum = sha256_of(study.directory / DAMAGED / "manifest.json")
+    assert (again["model"], again["checkpoint"]) == ("loop", checksum)
+    assert (study.directory / "models/loop-42/checkpoints/10.damaged").is_dir()
+    for run in ("loop-42", "plain-42"):
+        one, other = (s.directory / "models" / run for s in (study, before))
+        assert (one / "blocks.jsonl").read_text() == (other / "blocks.jsonl").read_text()
+        assert arrays_of(one / "checkpoints/10") == arrays_of(other / "checkpoints/10")
+    one, other = (json.loads((s.directory / "report.json").read_text()) for s in (study, before))
+    assert other["verdicts"]
+    assert one["verdicts"] == other["verdicts"]
+    for model in ("loop", "plain"):
+        assert [p["evaluations"] for p in one["models"][model]["seeds"]["42"]] == [
+            p["evaluations"] for p in other["models"][model]["seeds"]["42"]
+        ]
+
+
+def test_a_damaged_checkpoint_keeps_the_tokens_and_is_made_again(
+    before_reclaiming, tmp_path, capsys
+):
+    study = damaged_copy(before_reclaiming, tmp_path)
     # The process that is to make it again is killed at once.
     with (
         Cycles(study, lambda job: -9) as cycles,
@@ -505,13 +562,40 @@ def test_a_damaged_checkpoint_keeps_the_tokens_and_is_made_again(
     assert journal.find("reclaiming") is None
     assert all((study.directory / n).exists() for n in journal.find("prepared")["files"])
     finish(study)
-    events = Journal(study.directory / "journal.jsonl", read_only=True).events
-    assert [e["event"] for e in events] == [*KINDS[:edge], "retrained", *KINDS[edge:]]
-    again = events[edge]
-    assert (again["model"], again["checkpoint"]) == ("loop", sha256_of(path))
-    assert (run / "checkpoints/10.damaged").is_dir()
-    assert (run / "blocks.jsonl").read_text() == kept
-    assert arrays_of(run / "checkpoints/10") == arrays
+    assert_made_again(study, before_reclaiming)
+
+
+def test_a_study_goes_on_that_was_ended_while_it_made_a_checkpoint_again(
+    before_reclaiming, tmp_path, monkeypatch
+):
+    """Midway, where the run's logs have been cut back and end too early."""
+    study = damaged_copy(before_reclaiming, tmp_path)
+    dispatch = loop.Run.dispatch
+
+    def end(self):
+        if self.progress.update == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return dispatch(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "dispatch", end)
+        with pytest.raises(StoppedError):
+            finish(study)
+    blocks = (study.directory / "models/loop-42/blocks.jsonl").read_text()
+    assert json.loads(blocks.splitlines()[-1])["update"] == 8
+    finish(study)
+    assert_made_again(study, before_reclaiming)
+
+
+def test_a_study_goes_on_that_was_killed_once_a_checkpoint_was_made_again(
+    before_reclaiming, tmp_path, monkeypatch
+):
+    """Before the journal says so: the checkpoint is whole, and not the one of before."""
+    study = damaged_copy(before_reclaiming, tmp_path)
+    assert live(study, monkeypatch, KINDS.index("reclaiming") + 2, after=False)
+    assert Journal(study.directory / "journal.jsonl").events[-1]["event"] == "retraining"
+    finish(study)
+    assert_made_again(study, before_reclaiming)
 
 
 @pytest.mark.long
@@ -589,6 +673,98 @@ def test_the_report_tells_the_peak_and_the_devices_of_all_cycles(finished, tmp_p
     assert "Seconds are of several devices (NVIDIA A, NVIDIA B, cpu): not comparable." in text
 
 
+def change_records(path: Path, change) -> None:
+    """Write a run's records again, each changed by `change(record)`."""
+    records = read_records(path)
+    for record in records:
+        change(record)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_the_report_tells_what_changed_the_speed_on_the_way(finished, tmp_path):
+    assert "Not the same" not in (finished.directory / "report.md").read_text()
+    study = copy_of(finished, tmp_path)
+
+    def move(record):
+        if record["update"] == 20:
+            record["environment"]["threads"] = 77
+            record["environment"]["versions"]["jax"] = "9.9.9"
+
+    change_records(study.directory / "models/plain-42/starts.jsonl", move)
+    plain = study.models["plain"]
+    training = dataclasses.replace(plain.training, micro_batch_rows=4, micro_batches=1)
+    logging = dataclasses.replace(plain.logging, tensorboard=True)
+    changed = dataclasses.replace(plain, training=training, logging=logging)
+    finish(dataclasses.replace(study, models=study.models | {"plain": changed}))
+    text = (study.directory / "report.md").read_text()
+    section = text[text.index("## What was equal") : text.index("## What differed")]
+    section = section.replace("\\_", "_")
+    assert "Not the same throughout: seconds and tok/s are not comparable." in section
+    assert re.search(r"\* loop-42, plain-42: cpu, \d+ CPU threads, python .*, jax 0\.", section)
+    assert re.search(r"\* plain-42: cpu, 77 CPU threads, python .*, jax 9\.9\.9, ", section)
+    assert "* plain.training.micro_batch_rows: 2, later 4\n" in section
+    assert "* plain.training.micro_batches: 2, later 1\n" in section
+    assert section.count("later") == 2
+
+
+def test_the_report_counts_layers_that_were_left_as_they_were(finished, tmp_path):
+    assert "no update that was skipped" in (finished.directory / "report.md").read_text()
+    study = copy_of(finished, tmp_path)
+
+    def keep(record):
+        record["kept_layers"] = 2 if record["update"] in (5, 25) else 0
+
+    change_records(study.directory / "models/loop-42/metrics.jsonl", keep)
+    finish(study)
+    text = (study.directory / "report.md").read_text()
+    assert "loop-42: 4 times a single layer was left as it was because its gradient" in text
+    assert "no update that was skipped" not in text
+
+
+ONE_LAYER = "model: {{kind: transformer, transformer: {{layers: 1}}}}"
+
+
+def test_a_model_whose_loss_is_not_finite_any_more_ends_the_study_until_it_may_go_on(
+    texts, tmp_path
+):
+    """Nothing is trained for weeks that is dead, and the others can still be."""
+    text = TINY[: TINY.index("models:")].replace("cycles: 3", "cycles: 1") + (
+        "models:\n"
+        f"  hot: {{{{settings: {{{{{ONE_LAYER}, optim: {{{{learning_rate: 1e30}}}}}}}}}}}}\n"
+        f"  plain: {{{{settings: {{{{{ONE_LAYER}}}}}}}}}\n"
+    )
+    key = "models.hot.settings.training.max_nonfinite_updates"
+    study = study_in(tmp_path, texts, f"{key}=3", text=text)
+    for _ in range(2):
+        with pytest.raises(Failure, match=r"updates above 3 in the settings of hot, which may"):
+            finish(study)
+    assert not (study.directory / "models/plain-42").exists()
+    finish(study_in(tmp_path, texts, f"{key}=1000", text=text))
+    figures = json.loads((study.directory / "report.json").read_text())
+    assert list(figures["verdicts"]) == ["hot"]  # the loss that it ended with counts
+    metrics = read_records(study.directory / "models/hot-42/metrics.jsonl")
+    skipped = sum(not record["applied"] for record in metrics)
+    assert (len(metrics), skipped) == (10, 9)
+    text = (study.directory / "report.md").read_text()
+    assert f"hot-42: {skipped} updates skipped because a loss or gradient was not finite" in text
+
+
+def test_a_rate_that_is_too_high_ends_no_sweep(texts, tmp_path):
+    text = TINY[: TINY.index("models:")].replace("cycles: 3", "cycles: 1") + (
+        f"sweep:\n  model: {{{{settings: {{{{{ONE_LAYER}}}}}}}}}\n  optimizers:\n"
+        "    adam: {{settings: {{}}, learning_rates: [1e-2, 1e30]}}\n"
+    )
+    study = study_in(tmp_path, texts, "settings.training.max_nonfinite_updates=2", text=text)
+    finish(study)
+    figures = json.loads((study.directory / "report.json").read_text())
+    assert (figures["reference"], figures["withheld"]) == ("adam-lr0.01", [])
+    text = (study.directory / "report.md").read_text()
+    section = text[text.index("## Optimizers") : text.index("## Figures")]
+    assert "adam-lr1e30-42: 9 of 10 updates skipped because a loss or gradient" in section
+    assert "adam-lr0.01" not in section
+    assert "| adam | 0.01 | 2 |" in section
+
+
 @pytest.mark.long
 def test_optimizers_each_at_its_best_rate(texts, tmp_path):
     text = TINY[: TINY.index("models:")].replace("cycles: 3", "cycles: 1") + (
@@ -618,6 +794,7 @@ def test_data_prepared_elsewhere_are_read_and_left_alone(texts, tmp_path):
     machine.prepare(config)
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "data").rglob("*"))
     text = TINY.replace('inputs: ["{folder}/*.txt"]', "inputs: []")
+    text = text.replace("  held_out_windows: true\n", "")
     text = text.replace("length: 8}}", f"length: 8, directory: {tmp_path}/data}}}}")
     study = study_in(tmp_path / "study", texts, text=text)
     finish(study)

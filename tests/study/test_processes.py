@@ -9,9 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from test_cycle import TINY, texts  # noqa: F401  (a fixture)
+from test_cycle import (
+    TINY,
+    assert_made_again,
+    before_reclaiming,  # noqa: F401  (a fixture)
+    damaged_copy,
+    finish,
+    texts,  # noqa: F401  (a fixture)
+)
 
-from jaxlm.study.cycle import StoppedError, launcher
+from jaxlm.errors import Failure
+from jaxlm.study.cycle import Cycles, StoppedError, launcher
 from jaxlm.study.journal import Journal
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +99,26 @@ def test_signals_and_kills_lose_nothing(texts, tmp_path):  # noqa: F811
         capture_output=True, text=True, cwd=ROOT, check=True,
     )  # fmt: skip
     assert "2 of 2 cycles" in result.stdout
+
+
+@pytest.mark.long
+def test_a_worker_that_is_killed_while_it_makes_a_checkpoint_again(before_reclaiming, tmp_path):  # noqa: F811
+    study = damaged_copy(before_reclaiming, tmp_path)
+    blocks = study.directory / "models/loop-42/blocks.jsonl"
+    whole = blocks.stat().st_size
+
+    def killed(job: Path) -> int:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "jaxlm.study.worker", str(job), str(os.getpid())], cwd=ROOT
+        )
+        wait_for(lambda: blocks.stat().st_size < whole)
+        worker.kill()
+        return worker.wait()
+
+    with Cycles(study, killed) as cycles, pytest.raises(Failure, match="by signal 9"):
+        cycles.run()
+    finish(study)
+    assert_made_again(study, before_reclaiming)
 
 
 def test_a_study_under_nohup_outlives_its_terminal(tmp_path, monkeypatch):

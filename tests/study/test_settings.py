@@ -74,6 +74,10 @@ WRONG = {
         ("data: {{sequence", "data: {{directory: x, sequence"),
         ["'data.directory' is decided by the study; remove it, or prepare.inputs"],
     ),
+    "windows of data that are there": (
+        ('inputs: ["{folder}/*.txt"]', "inputs: []"),
+        ["study.yaml: study.held_out_windows: no validation documents come with a cycle of data"],
+    ),
     "going back": (
         (OF_PLAIN, OF_PLAIN + "\n      rewind: {{response: lower_rate}}"),
         ["rewind.response: a study's runs cannot go back"],

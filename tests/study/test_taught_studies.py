@@ -16,6 +16,7 @@ from test_cycle import (
     TINY,
     Killed,
     arrays_of,
+    copy_of,
     finish,
     launch,
     live,
@@ -48,6 +49,7 @@ from jaxlm.distillation.teachers import JaxlmTeacher, load_teacher
 from jaxlm.errors import Failure, UserError
 from jaxlm.memory.devices import DEVICES
 from jaxlm.study import cycle as machine
+from jaxlm.study import report
 from jaxlm.study.cycle import Cycles, StoppedError
 from jaxlm.study.folder import bytes_in
 from jaxlm.study.journal import Journal
@@ -129,7 +131,8 @@ def finished(texts, teacher, tmp_path_factory):  # noqa: F811
 
 KINDS = [
     "study",
-    *["prepared", "cached", "trained", "evaluated", "trained", "evaluated", "compared"],
+    *["preparing", "prepared", "caching", "cached"],
+    *["trained", "evaluated", "trained", "evaluated", "compared"],
     *["reclaiming", "reclaimed", "cycle"],
 ]
 
@@ -169,7 +172,7 @@ def test_the_report_names_the_teacher_and_whom_it_teaches(finished):
         "Of each position its 4 likeliest tokens and the mass of all others, in float16: 18 bytes.",
         "packed rows of 8 tokens; students see packed rows of 8.",
         "None of the study's validation documents was among the training documents of",
-        "0.3 and 0.2 of them.",
+        "both cut them from the same files and held them out by a hash of the same text, 0.3 and",
         "Its predictions of 960 tokens took",
         "| student | yes | 0.7 | 2 |",
         "| alone | no | - | - |",
@@ -180,6 +183,21 @@ def test_the_report_names_the_teacher_and_whom_it_teaches(finished):
     figures = json.loads((finished.directory / "report.json").read_text())
     assert figures["teacher"]["students"] == {"student": {"alpha": 0.7, "temperature": 2.0}}
     assert figures["teacher"]["context"]["length"] == 8
+
+
+def test_who_is_only_measured_does_not_count_as_a_student(finished, tmp_path):
+    study = copy_of(finished, tmp_path)
+    student = study.models["student"]
+    distillation = dataclasses.replace(student.distillation, alpha=0.0)
+    models = study.models | {"student": dataclasses.replace(student, distillation=distillation)}
+    study = dataclasses.replace(study, models=models)
+    assert study.run_config("student", 42, 1).distillation.cache == str(study.teacher_directory)
+    assert study.run_config("alone", 42, 1).distillation.cache is None
+    report.write_report(study, Journal(study.directory / "journal.jsonl"), [])
+    text = (study.directory / "report.md").read_text()
+    assert "| student | measured only | 0 | 2 |" in text
+    assert "| alone | no | - | - |" in text
+    assert json.loads((study.directory / "report.json").read_text())["teacher"]["students"] == {}
 
 
 def test_what_was_learned_from_is_gone_and_other_files_stay(finished):
@@ -248,8 +266,8 @@ def predicted(monkeypatch) -> list[int]:
     "edges",
     [
         # Around the caching and the reclaiming of the first two cycles.
-        [(i + n, after) for i in (0, 10) for n in (2, 8, 9) for after in (False, True)],
-        pytest.param([(n, a) for n in range(31) for a in (False, True)], marks=pytest.mark.long),
+        [(i + n, after) for i in (0, 12) for n in (4, 10, 11) for after in (False, True)],
+        pytest.param([(n, a) for n in range(37) for a in (False, True)], marks=pytest.mark.long),
     ],
     ids=["some", "all"],
 )
@@ -270,6 +288,13 @@ def test_killed_at_edges_of_the_journal(finished, texts, teacher, tmp_path, monk
             assert [one[key] for key in keys] == [other[key] for key in keys], kind
     same_runs(finished, study)
     assert sum(groups) == 960  # nothing is predicted twice
+    again = [event["cycle"] for event in b.all("cached") if event["interrupted"]]
+    assert again[:2] == [1, 2]
+    figures = json.loads((study.directory / "report.json").read_text())
+    assert figures["teacher"]["interrupted_cycles"] == again
+    text = (study.directory / "report.md").read_text()
+    told = f"interrupted, of cycle {', '.join(map(str, again))}). The FLOPs"
+    assert told in text[text.index("## Teacher") :]
 
 
 def test_killed_while_it_predicts(finished, texts, teacher, tmp_path, monkeypatch):  # noqa: F811
@@ -394,26 +419,43 @@ def test_whether_the_teacher_saw_the_validation_documents(texts, teacher, tmp_pa
     def said(*overrides):
         return unseen(taught(tmp_path, texts, teacher, *overrides))
 
-    assert said().startswith("None of the study's validation documents was among")
+    none = "None of the study's validation documents was among the training documents of"
+    # Before its own files were looked at.
+    assert said().startswith(none)
+    assert "if both cut them alike, which is not known yet; both held them out by a hash" in said()
     assert "prepare.validation_fraction was 0.3, below the study's 0.4" in said(
         "settings.prepare.validation_fraction=0.4"
     )
     assert "prepare.text_documents was 'line', the study's is 'paragraph'" in said(
         "settings.prepare.text_documents=paragraph"
     )
-    # Data that were made elsewhere: what the run's settings say of preparing was never used.
+    # Once they were: the same, or others, in which a text may be a part of a longer document.
+    study = taught(tmp_path / "same", texts, teacher)
+    with Cycles(study, launch) as cycles:
+        cycles._begin()
+        cycles._prepare(1)
+    assert unseen(study) == (
+        f"{none} {teacher}/runs/big: both cut them from the same files and held them out by a "
+        f"hash of the same text, 0.3 and 0.2 of them."
+    )
+    manifest = study.data_directory / "manifest.json"
+    text = manifest.read_text()
+    assert '"file": "b.txt"' in text
+    manifest.write_text(text.replace('"file": "b.txt"', '"file": "d.txt"'))
+    assert "if both cut them alike, which is not shown: their files differ; both" in unseen(study)
+    # Data that were made by something else, or that the teacher was not trained on.
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
-    for path, was, now in (
-        (other / "runs/big/config.yaml", str(teacher), str(other)),
-        (other / "data/manifest.json", '"settings":', '"something":'),
-    ):
-        text = path.read_text()
-        assert was in text
-        path.write_text(text.replace(was, now))
-    assert "not known how its data, or the study's, were prepared" in unseen(
-        taught(tmp_path, texts, other)
-    )
+    config = other / "runs/big/config.yaml"
+    config.write_text(config.read_text().replace(str(teacher), str(other)))
+    manifest = other / "data/manifest.json"
+    kept = json.loads(manifest.read_text())
+    assert unseen(taught(tmp_path, texts, other)).startswith(none)
+    for spoiled in (kept | {"source": {}}, kept | {"normalization": "NFC"}):
+        manifest.write_text(json.dumps(spoiled))
+        assert "(its data.directory no longer holds what it was trained on, or does not" in unseen(
+            taught(tmp_path, texts, other)
+        )
     models = MODELS.replace("run: TEACHER/runs/big", "hf: org/name")
     study = taught(tmp_path, texts, teacher, models=models)
     assert unseen(study).startswith("Whether org/name was trained on the study's")
@@ -562,6 +604,7 @@ def test_data_prepared_elsewhere_are_left_alone_and_the_cache_is_the_studys(
     machine.prepare(config)
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "data").rglob("*"))
     text = text_of(teacher).replace('inputs: ["{folder}/*.txt"]', "inputs: []")
+    text = text.replace("  held_out_windows: true\n", "")
     text = text.replace("length: 8}}", f"length: 8, directory: {tmp_path}/data}}}}")
     study = study_in(tmp_path / "study", texts, text=text)
     finish(study)
