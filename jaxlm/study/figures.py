@@ -17,8 +17,7 @@ from jaxlm.study.journal import Journal
 from jaxlm.study.plan import with_vocabulary
 from jaxlm.study.settings import Study, run_name
 from jaxlm.training.goodput import read_accounts, summary
-from jaxlm.training.loop import STARTS
-from jaxlm.training.metrics import ALARMS, DECISIONS, EVENTS, METRICS, read_records
+from jaxlm.training.metrics import ALARMS, DECISIONS, EVENTS, METRICS, STARTS, read_records
 
 Axis = str  # "tokens", "flops" or "seconds"
 

@@ -12,7 +12,6 @@ import ctypes
 import dataclasses
 import io
 import json
-import math
 import os
 import resource
 import signal
@@ -41,7 +40,7 @@ from jaxlm.evaluation.evaluate import (
     evaluate_documents,
     number_of_batches,
 )
-from jaxlm.files import Lock, write_atomically, write_json
+from jaxlm.files import Lock, finite, write_atomically, write_json
 from jaxlm.signals import on_ending, say
 from jaxlm.training.loop import Run, train
 
@@ -207,10 +206,7 @@ def _evaluate_all(run: Run, job: Job) -> None:
         if len(rows) == 0:
             continue
         found, documents = _evaluate(run, one.name, rows, data, job.depths)
-        evaluations[one.name] = [
-            {key: _finite(value) for key, value in dataclasses.asdict(evaluation).items()}
-            for evaluation in found
-        ]
+        evaluations[one.name] = [finite(dataclasses.asdict(evaluation)) for evaluation in found]
         arrays[f"{one.name}.loss"] = documents.loss
         arrays[f"{one.name}.tokens"] = documents.tokens
     run.goodput.record(run.progress.update)
@@ -229,11 +225,6 @@ def _evaluate_all(run: Run, job: Job) -> None:
         **_peak_memory(),
     }
     write_json(job.result, result)
-
-
-def _finite(value: float | int | None) -> float | int | None:
-    """None in place of a number that JSON cannot write: a model that has diverged."""
-    return None if value is None or not math.isfinite(value) else value
 
 
 def check_comparable(data: DataDirectory, trained_on: DataDirectory) -> None:
