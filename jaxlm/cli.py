@@ -41,8 +41,14 @@ def config_from(arguments: argparse.Namespace) -> Config:
     return load(arguments.config, arguments.overrides)
 
 
-def run_script(main: Callable[[], int]) -> None:
-    """Run a script's main function and exit; a user's mistake is one line and exit code 2."""
+def run_script(main: Callable[[], int], judge_output: bool = True) -> None:
+    """Run a script's main function and exit; a user's mistake is one line and exit code 2.
+
+    Args:
+        main: returns the exit code.
+        judge_output: whether output that could not be written makes a failure of success; a worker
+            leaves that to the process which waits for it, and shares its output.
+    """
     environment.prepare()
     lost = lasting_output()
     if importlib.util.find_spec("jax_cuda12_plugin") and not environment.has_gpu_driver():
@@ -69,7 +75,7 @@ def run_script(main: Callable[[], int]) -> None:
         print("interrupted", file=sys.stderr)
         code = 130
     error = lost()
-    if error is not None:
+    if error is not None and judge_output:
         print(f"error: part of the output could not be written: {error.strerror}", file=sys.stderr)
         code = code or 1
     sys.exit(code)

@@ -2,6 +2,8 @@
 
 import errno
 import io
+import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,10 +26,14 @@ class _Lasting(io.FileIO):
         super().__init__(descriptor, "wb", closefd=False)
         self.lost: OSError | None = None
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int:
         """Write, or remember why it was not possible."""
         try:
-            return super().write(data)
+            written = super().write(data)
+            while written is None:  # a reader that is slow, of a stream that does not wait for it
+                select.select([], [self], [])
+                written = super().write(data)
+            return written
         except OSError as error:
             self.lost = error
             return len(data)
@@ -45,27 +51,30 @@ def lasting_output() -> Callable[[], OSError | None]:
     """
     files: list[_Lasting] = []
 
-    def lasting(stream: Any) -> Any:
+    def lasting(stream: Any, descriptor: int) -> Any:
         if stream is None:  # closed before the start
-            return None
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            if nothing != descriptor:
+                os.dup2(nothing, descriptor)
+                os.close(nothing)
+            return os.fdopen(descriptor, "w", closefd=False)
         stream.flush()
         files.append(_Lasting(stream.fileno()))
         return io.TextIOWrapper(
             io.BufferedWriter(files[-1]),
             encoding=stream.encoding,
             errors=stream.errors,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
+            # Without the second, `python -u` would wait for the buffer to be full.
+            line_buffering=stream.line_buffering or stream.write_through,
         )
 
     def lost() -> OSError | None:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         gone = (errno.EPIPE, errno.EIO)
         return next((f.lost for f in files if f.lost and f.lost.errno not in gone), None)
 
-    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
+    sys.stdout, sys.stderr = lasting(sys.stdout, 1), lasting(sys.stderr, 2)
     return lost
 
 

@@ -306,4 +306,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, judge_output=False)

@@ -236,6 +236,7 @@ class Run:
         self.spec: StepSpec = step_spec(config, config.model.vocabulary, self.updates)
         self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         self.progress = Progress()
+        self.signals = _Signals()
         self._step = CompileOnce(train_step, self.spec, self.windows.lengths)
         self._peak_flops = peak_flops(jax.devices()[0].device_kind)
         self._last_read = time.perf_counter()
@@ -605,7 +606,7 @@ class Run:
 
     def train(self) -> signal.Signals | None:
         """Make the updates that are left; returns the signal that ended them early, if any."""
-        config, signals, goodput = self.config, _Signals(), self.goodput
+        config, signals, goodput = self.config, self.signals, self.goodput
         title = f"Training {config.run.name}"
         start = self.progress.update
         with (
@@ -859,7 +860,8 @@ def _one_course(
             return _live(run, finish)
     except SpikeError as spike:
         run.go_back(spike)  # and start again from there
-        return None
+        received = run.signals.received
+        return None if received is None else _ended_by(received, f"{run.directory}: saved there")
     finally:
         run.close()
 
@@ -877,11 +879,12 @@ def _live(run: Run, finish: Callable[[Run], None]) -> int:
     run.tell_start()
     received = run.train()
     if received is not None:
-        print(
-            f"Saved after update {run.progress.update} of {run.updates}; "
-            f"the same command continues",
-            flush=True,
-        )
-        return INTERRUPTED if received == signal.SIGINT else 0
+        return _ended_by(received, f"Saved after update {run.progress.update} of {run.updates}")
     finish(run)
     return 0
+
+
+def _ended_by(received: signal.Signals, saved: str) -> int:
+    """Say what a signal has left; returns the exit code."""
+    print(f"{saved}; the same command continues", flush=True)
+    return INTERRUPTED if received == signal.SIGINT else 0

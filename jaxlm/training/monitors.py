@@ -105,7 +105,7 @@ class Alarms:
             self._follow(record["update"], record["beyond"])
 
     def beyond(self, update: int, figures: dict[str, Any]) -> list[Monitor]:
-        """Monitors whose figure is beyond its threshold; where there is none, nothing changes."""
+        """Monitors whose figure is beyond its threshold, and those that stand and have none now."""
         if update < self.first:
             return []
         found: list[Monitor] = []
@@ -114,7 +114,7 @@ class Alarms:
             if threshold is None:
                 continue
             if value is None or math.isnan(value):
-                if monitor in self.since:
+                if monitor in self.raised:
                     found.append(monitor)
             elif value < threshold if monitor in _BELOW else value > threshold:
                 found.append(monitor)

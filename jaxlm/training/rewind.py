@@ -113,9 +113,10 @@ class Rewinds:
             updates: the run's horizon.
             windows: of data that there are.
         """
-        # Rewinds to beyond that checkpoint will be no part of the course, and what they passed over
-        # comes again: it is passed over as well.
+        # Rewinds to beyond that checkpoint will be no part of the course: what they passed over is
+        # passed over with the rest, or comes again.
         start = self.windows_before(to)
+        passed_over = self.windows_before(spike.update) - spike.update - (start - to)
         skip = 0
         if settings.response == "skip_data":
             skip = self.windows_before(spike.update) + 1 - start
@@ -125,6 +126,8 @@ class Rewinds:
                 f"; there are no {skip} windows of data to spare, so that the rate is lowered "
                 f"instead"
             )
+            if passed_over:
+                why += f", and {passed_over} windows that were passed over come again"
             skip = 0
         lower = skip == 0
         return Rewind(

@@ -336,11 +336,20 @@ def test_figures_that_are_not_finite():
 
 
 def test_a_figure_that_is_missing_neither_raises_nor_clears():
-    passes = [(100, {"core_ratio": 11.0}), (150, {"core_ratio": None})]
-    passes += [(200, {"core_ratio": 11.0}), (250, {"core_ratio": float("nan")}), (300, {})]
+    loud, none, nan = ({"core_ratio": value} for value in (11.0, None, float("nan")))
+    assert follow(Alarms(settings()), [(100, loud), (150, none), (200, none), (250, nan)]) == []
+    passes = [
+        (100, loud),
+        (150, loud),
+        (200, loud),
+        (250, nan),
+        (300, none),
+        (350, loud),
+        (400, {}),
+    ]
     assert follow(Alarms(settings()), passes) == [
         (200, "raised", "core_ratio"),
-        (300, "cleared", "core_ratio"),
+        (400, "cleared", "core_ratio"),
     ]
 
 

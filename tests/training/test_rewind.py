@@ -74,7 +74,9 @@ def test_going_back_beyond_a_rewind_passes_over_what_that_one_did(tmp_path):
     spike = SpikeError(update=10, since=9, why="why")
     again = rewinds.answer(SETTINGS, spike, to=4, updates=30, windows=42)
     assert again.skipped_windows == 12  # windows 4 to 15
-    assert rewinds.answer(SETTINGS, spike, to=4, updates=30, windows=41).skipped_windows == 0
+    none = rewinds.answer(SETTINGS, spike, to=4, updates=30, windows=41)
+    assert none.skipped_windows == 0
+    assert none.why.endswith("instead, and 5 windows that were passed over come again")
     rewinds.append(again)
     assert [rewinds.windows_before(u) for u in (3, 4, 8)] == [3, 16, 20]
     assert (rewinds.passed_over(), rewinds.jumps_to(4)) == (12, 16)
@@ -237,6 +239,22 @@ def test_an_interruption_after_going_back_changes_nothing(random_data, monkeypat
         assert len(Rewinds(directory_of(config)).made) == 1
         assert loop.train(config) == 0
     assert final_state(config) == whole
+
+
+@pytest.mark.parametrize("update", [12, 13])
+def test_a_signal_that_comes_with_the_spike_is_obeyed(random_data, monkeypatch, capsys, update):
+    """Update 12 makes the spike; it is read while update 13 runs."""
+    config = spiky(random_data, "signalled", "lower_rate")
+    spike_where(
+        monkeypatch, config, lambda window, r: 10 <= window < 13 and r["rate_multiplier"] == 1
+    )
+    with monkeypatch.context() as patch:
+        signal_at(patch, {update: signal.SIGINT})
+        assert loop.train(config) == loop.INTERRUPTED
+    assert "saved there; the same command continues" in capsys.readouterr().out
+    assert updates_in(directory_of(config) / "checkpoints") == [8]
+    assert loop.train(config) == 0
+    assert len(read_records(directory_of(config) / "metrics.jsonl")) == 40
 
 
 def test_a_run_that_goes_back_too_often_stops(random_data, monkeypatch):
