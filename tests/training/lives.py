@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 # What the child is doing, by the function that it is in; of nested ones the innermost counts.
-PHASES = {
+OF_RUNS = {
     "jaxlm.training.loop:Run.__init__": "start-up",
     "jaxlm.training.checkpoint:Checkpoints.recover": "verifying",
     "jaxlm.training.loop:Run.restore": "restoring",
@@ -34,11 +34,14 @@ PHASES = {
     "jaxlm.training.checkpoint:Checkpoints._complete": "saving: Orbax writes",
     "jaxlm.training.checkpoint:write_manifest": "saving: manifest",
     "jaxlm.training.checkpoint:Checkpoints._remove_old": "pruning",
+}
+OF_STUDIES = {
     "jaxlm.study.cycle:Cycles._prepare": "preparing",
     "jaxlm.study.worker:_evaluate_all": "evaluating all depths",
     "jaxlm.study.cycle:Cycles._compare": "comparing",
     "jaxlm.study.cycle:Cycles._reclaim": "reclaiming",
 }
+PHASES = OF_RUNS | OF_STUDIES
 
 
 def _place(target: str) -> tuple[Any, str]:

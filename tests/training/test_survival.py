@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import write_documents
-from lives import PHASES, Lives
+from lives import OF_RUNS, Lives
 from test_runs import config_for, directory_of
 
 from jaxlm.config import (
@@ -390,7 +390,7 @@ def test_the_matrix_of_kills(folder, lives, undisturbed, capsys):
         history.live([{"after": rng.uniform(0.1, seconds)} for _ in range(6)])
     history.show(capsys)
     phases = {phase for _, phase in history.hit}
-    assert phases >= set(PHASES.values()), set(PHASES.values()) - phases
+    assert phases >= set(OF_RUNS.values()), set(OF_RUNS.values()) - phases
 
 
 @pytest.mark.long
