@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from jaxlm import environment
 from jaxlm.config import Config, load
-from jaxlm.console import lasting_output
 from jaxlm.errors import Failure, UserError
+from jaxlm.output import lasting_output
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

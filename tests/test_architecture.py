@@ -28,6 +28,7 @@ LAYERS = {
     "environment": 5,
     "files": 5,
     "errors": 6,
+    "output": 6,
     "signals": 6,
 }
 # What of the same layer a package may use besides itself.
@@ -46,6 +47,7 @@ PEERS = {
     "environment": set(),
     "files": set(),
     "errors": set(),
+    "output": set(),
     "signals": set(),
 }
 FILES = sorted([*ROOT.glob("jaxlm/**/*.py"), *ROOT.glob("scripts/*.py")])
