@@ -65,6 +65,7 @@ def config_of(
             # Quantising 8-bit states takes most of an update on a CPU.
             "optim.name=adamw",
             "optim.learning_rate=1e-3",
+            "optim.warmup_updates=2",
             # One depth for all updates: medians over five draws would be of different work.
             "depth.distribution=fixed",
             f"training.updates={UPDATES}",

@@ -984,8 +984,9 @@ def _describe(error: Any, where: dict[str, str], valid: dict[str, str]) -> str:
         return f"{prefix}'{'.'.join(map(str, error['loc']))}' is missing"
     if error["type"] == "value_error":  # a contradiction found by one of the checks above
         section = f"{dotted}: " if dotted else ""
-        places = sorted({w for key, w in where.items() if key.startswith(dotted)})
-        files = f"{', '.join({p.split(':')[0] for p in places})}: " if places else ""
+        # A section that comes from several files has no place of its own.
+        places = {w.split(":")[0] for key, w in where.items() if w and key.startswith(dotted)}
+        files = f"{', '.join(sorted(places))}: " if places else ""
         return f"{files}{section}{error['ctx']['error']}"
     # Pydantic says "Input should be ...", "String should match ...": keep what should be done.
     message = error["msg"].partition(" should ")[2] or error["msg"]

@@ -183,3 +183,13 @@ def test_every_setting_is_documented():
         if field and " = " in line and line.split(":")[0].strip().isidentifier():
             documented = lines[number - 1].strip().startswith("#") or "Config()" in line
             assert documented, line
+
+
+def test_settings_that_do_not_fit_name_all_places_they_come_from(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("optim: {warmup_updates: 20}\ntraining: {micro_batches: 2}\n")
+    with pytest.raises(UserError) as error:
+        load([path], ["training.updates=17"])
+    assert str(error.value) == (
+        f"{path}, command line: optim.warmup_updates (20) must be below training.updates (17)"
+    )
