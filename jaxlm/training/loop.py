@@ -202,8 +202,8 @@ class Run:
         """
         data = ensure_prepared(config)
         self.directory = Path(config.run.directory) / config.run.name
-        self.rewinds = Rewinds(self.directory)
-        needed = until_update and self.rewinds.windows_before(until_update)
+        rewinds = Rewinds(self.directory)
+        needed = until_update and rewinds.windows_before(until_update)
         sources = open_sources(config.data, data, config.distillation.cache, needed)
         self.teacher = sources[0].stream.teacher
         self.windows = training_windows(
@@ -223,9 +223,7 @@ class Run:
             )
         self.data = data
         self.data_fingerprint = fingerprint_of(data, config.data, sources)
-        self.config = config = resolve_config(
-            config, data, self.windows, self.rewinds.passed_over()
-        )
+        self.config = config = resolve_config(config, data, self.windows, rewinds.passed_over())
         assert config.training.updates is not None
         self.updates = config.training.updates
         self.until = self.updates if until_update is None else until_update
@@ -264,6 +262,7 @@ class Run:
                 config.checkpoint.keep_every_tokens,
             )
         )
+        self.rewinds = Rewinds(self.directory)  # under the lock: nobody adds any from now on
         self.iterator = device_iterator(
             self.windows,
             config.data.prefetch,
@@ -465,9 +464,7 @@ class Run:
         began = time.perf_counter()
         before = self.goodput.switch("data")
         self._watchdog.waiting_for("data")
-        jump = self.rewinds.jumps_to(self.progress.update)
-        if jump is not None:  # crossed also by a run that started before it
-            self.iterator.set_state({"next_index": jump})
+        self.rewinds.pass_over(self.iterator, self.progress.update)
         window = next(self.iterator)
         self._watchdog.waiting_for("the device")
         self.goodput.switch(before)
@@ -662,11 +659,12 @@ class Run:
         depth = round(self.config.depth.mean)
         evaluation = self.validate((depth,), self.config.evaluation.rows, "")[0]
         figures = dataclasses.asdict(evaluation)
-        record = {"update": self.progress.update, "tokens": self.progress.tokens, **figures}
-        self.log.evaluation(finite(record))
-        self.control.read_evaluation(finite(record))
-        self._tell_findings(self._diagnosis.read_evaluation(finite(record)))
-        return finite(evaluation.cross_entropy)
+        progress = self.progress
+        record = finite({"update": progress.update, "tokens": progress.tokens, **figures})
+        self.log.evaluation(record)
+        self.control.read_evaluation(record)
+        self._tell_findings(self._diagnosis.read_evaluation(record))
+        return record["cross_entropy"]
 
     def _watch(self) -> list[Alarm]:
         """Take the monitors' figures, record them, and return the alarms that they raise."""

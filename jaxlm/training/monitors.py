@@ -105,7 +105,7 @@ class Alarms:
             self._follow(record["update"], record["beyond"])
 
     def beyond(self, update: int, figures: dict[str, Any]) -> list[Monitor]:
-        """Monitors whose figure is beyond its threshold, and those that stand and have none now."""
+        """Monitors whose figure is beyond its threshold; a missing one ends no standing alarm."""
         if update < self.first:
             return []
         found: list[Monitor] = []

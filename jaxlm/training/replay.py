@@ -127,11 +127,13 @@ def replay(directory: Path, update: int) -> Replay:
         with progress(f"Updates from {checkpoint}", update - checkpoint) as advance:
             for number in range(checkpoint, update):
                 record = run.records[number]
-                state, loss = _make(run, state, _window(run, iterator, number), record)
+                run.rewinds.pass_over(iterator, number)
+                state, loss = _make(run, state, next(iterator), record)
                 if differs is None and loss != record["loss"]:
                     differs = number
                 advance(1, f"update {number}")
-        window = _window(run, iterator, update)
+        run.rewinds.pass_over(iterator, update)
+        window = next(iterator)
     finally:
         iterator.close()
     bad = [
@@ -141,14 +143,6 @@ def replay(directory: Path, update: int) -> Replay:
     ]
     micro_batches, culprit = _examine(run.spec, state, window, run.records[update])
     return Replay(update, checkpoint, differs, bad, micro_batches, culprit)
-
-
-def _window(run: _Run, iterator: Any, update: int) -> Window:
-    """The window that an update read."""
-    jump = run.rewinds.jumps_to(update)
-    if jump is not None:
-        iterator.set_state({"next_index": jump})
-    return next(iterator)
 
 
 def _depths(record: dict[str, Any]) -> tuple[jax.Array, jax.Array]:

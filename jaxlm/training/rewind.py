@@ -161,10 +161,14 @@ class Rewinds:
         """Windows of data that the run does not read, in all."""
         return sum(rewind.skipped_windows for rewind in self._of_this_course())
 
-    def jumps_to(self, update: int) -> int | None:
-        """Window at which an update reads on, where others are passed over right before it."""
+    def pass_over(self, iterator: Any, update: int) -> None:
+        """Let a data iterator pass over the windows right before an update, where there are any.
+
+        Also for who starts before them, such as a run that falls back to an older checkpoint.
+        """
         window = self.windows_before(update)
-        return None if window == self.windows_before(update - 1) + 1 else window
+        if window != self.windows_before(update - 1) + 1:
+            iterator.set_state({"next_index": window})
 
     def rate(self, update: int) -> float:
         """Factor of the learning rate at an update."""
