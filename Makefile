@@ -26,6 +26,10 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[data,report,plan,dev]'
 	@touch $@
 
+# On a CPU, XLA takes its memory anew for each update. In pages of 4 kB that takes a third of the
+# quickstart's time; this asks glibc for large ones (docs/LOG.md).
+quickstart study: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+
 # Installs, then trains a small recurrent-depth model on Shakespeare's plays.
 quickstart: $(VENV)/run.stamp
 	$(BIN)/python scripts/train.py --config configs/quickstart.yaml

@@ -22,6 +22,7 @@ VARIABLES = (
     "JAX_PLATFORMS",
     "JAX_COMPILATION_CACHE_DIR",
     "OMP_NUM_THREADS",
+    "GLIBC_TUNABLES",
     "CUDA_VISIBLE_DEVICES",
 )
 PACKAGES = ("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")

@@ -20,13 +20,19 @@ class Lock:
     """An exclusive lock on a file that the kernel releases however the process ends.
 
     Args:
-        path: the lock file; created and left in place.
+        path: the lock file; created and left in place. Never followed where it is a link.
         busy: message for the :class:`UserError` where another process holds the lock.
     """
 
     def __init__(self, path: Path, busy: str):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise UserError(f"{path}: is a symbolic link; remove it") from None
+        self._file = os.fdopen(descriptor, "r+b", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -57,6 +63,30 @@ def is_inside(name: object) -> bool:
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
         return False
     return not name.startswith("/") and ".." not in name.split("/")
+
+
+def refuse_links(directory: Path, what: str) -> None:
+    """Refuse to write into a folder that is, or holds, a symbolic link.
+
+    A folder may come from someone else, and a link in it leads whatever is written or removed by
+    its name to elsewhere.
+
+    Args:
+        directory: need not be there.
+        what: whose folder it is, such as "a run".
+
+    Raises:
+        UserError: naming the link.
+    """
+    links = [directory] if directory.is_symlink() else []
+    for place, folders, files in [] if links else os.walk(directory):
+        links += [path for name in (*folders, *files) if (path := Path(place, name)).is_symlink()]
+    if links:
+        raise UserError(
+            f"{links[0]}: is a symbolic link; the folder of {what} is a folder and holds none, so "
+            f"that nothing outside of it is written or removed. Put what it leads to in its place, "
+            f"or choose a folder elsewhere"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ or verify found damage, or prune cannot go on; 2: not a run, or it is being trai
 
 import argparse
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from jaxlm.cli import run_script
 from jaxlm.config import CheckpointConfig, load
 from jaxlm.console import console, new_table
 from jaxlm.errors import Failure, UserError
-from jaxlm.files import Lock, size_text
+from jaxlm.files import Lock, refuse_links, size_text
 from jaxlm.training.manifest import (
     Inspection,
     best_of,
     inspect,
+    leftovers,
     removable,
     remove,
     updates_in,
@@ -139,12 +141,16 @@ def prune(directory: Path, keep: int, keep_every_tokens: int | None, yes: bool) 
             f"{directory}: none of the checkpoints that would stay ({', '.join(map(str, stay))}) "
             f"is whole; nothing was removed"
         )
+    for path in leftovers(directory):  # of a removal or a save that was killed
+        if yes:
+            shutil.rmtree(path)
+        print(f"{'removed' if yes else 'would remove'} {path}, which is not complete")
     for update in old:
         if yes:
             remove(directory, update)
         print(f"{'removed' if yes else 'would remove'} {directory / str(update)}")
     print(f"{'stay' if yes else 'would stay'}: {', '.join(map(str, stay)) or 'none'}")
-    if old and not yes:
+    if not yes and (old or leftovers(directory)):
         print("nothing was removed; add --yes to do it")
     return 0
 
@@ -160,6 +166,7 @@ def main() -> int:
         return show(directory, options.action == "verify", options.json)
     if options.json:
         raise UserError("--json goes with list and verify")
+    refuse_links(options.run, "a run")
     with Lock(options.run / "lock", f"{options.run}: is being trained; it prunes by itself"):
         return prune(
             directory, options.keep or settings.keep, settings.keep_every_tokens, options.yes

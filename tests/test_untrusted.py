@@ -19,13 +19,20 @@ import pytest
 from helpers import write_documents
 
 from jaxlm.config import load
-from jaxlm.data.shards import DataDirectory, SplitWriter
+from jaxlm.data.shards import DataDirectory, SplitWriter, preparation_lock
+from jaxlm.data.teacher import cache_lock
 from jaxlm.data.tokenizer import read_tokenizer
 from jaxlm.errors import Failure, UserError
-from jaxlm.files import is_inside
+from jaxlm.files import is_inside, refuse_links
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.loading import load_run
-from jaxlm.training.manifest import MANIFEST, DamagedManifestError, read_manifest, remove
+from jaxlm.training.manifest import (
+    MANIFEST,
+    DamagedManifestError,
+    read_manifest,
+    removable,
+    remove,
+)
 from jaxlm.training.state import TrainState
 
 SINGLE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -200,6 +207,86 @@ def test_a_manifest_of_a_checkpoint_stays_in_its_folder(checkpoint, tmp_path):
         Checkpoints(checkpoint.parent, read_only=True).find(None)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("update", "/HOME/thesis"),
+        ("update", "../../HOME/thesis"),
+        ("update", 4),
+        ("update", 3.0),
+        ("update", True),
+        ("tokens", "5"),
+        ("saved_at", "now"),
+        ("validation_cross_entropy", float("nan")),
+        ("validation_cross_entropy", [1]),
+    ],
+)
+def test_a_manifest_names_no_other_folder(checkpoint, tmp_path, key, value):
+    """Retention removes folders by the updates that manifests name."""
+    thesis = tmp_path / "home" / "thesis"
+    thesis.mkdir(parents=True)
+    if isinstance(value, str):
+        value = value.replace("/HOME", str(tmp_path / "home")).replace("HOME", "home")
+    forged(checkpoint, lambda tree: tree.update({key: value}))
+    with pytest.raises(DamagedManifestError):
+        read_manifest(checkpoint)
+    assert removable(checkpoint.parent, 1, None) == []
+    assert thesis.is_dir()
+
+
+def script(*arguments) -> subprocess.CompletedProcess:
+    root = Path(__file__).parents[1]
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True)
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    thesis = tmp_path / "thesis"
+    thesis.write_text("years of work")
+    run = tmp_path / "runs" / "mine"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("run: {name: mine}\n")
+    data = write_documents(tmp_path / "data", [[1, 2, 3, 0]] * 50, [[1, 2, 0]] * 5, 64)
+    (tmp_path / "my.yaml").write_text("data: {sequence_length: 8}\ntraining: {updates: 1}\n")
+    settings = ["--config", tmp_path / "my.yaml", f"run.directory={run.parent}", "run.name=mine"]
+    settings += [f"data.directory={data}"]
+    for name in ("lock", "metrics.jsonl.tmp", "checkpoints/7"):
+        (run / name).symlink_to(thesis)
+        for command in (["checkpoints.py", run, "prune", "--yes"], ["train.py", *settings]):
+            done = script(f"scripts/{command[0]}", *command[1:])
+            assert done.returncode == 2, done.stderr
+            assert f"error: {run / name}: is a symbolic link" in done.stderr
+            assert "Traceback" not in done.stderr
+        (run / name).unlink()
+    (data / "manifest.json.tmp").symlink_to(thesis)
+    with pytest.raises(UserError, match=r"manifest\.json\.tmp: is a symbolic link"):
+        preparation_lock(data)
+    with pytest.raises(UserError, match=r"manifest\.json\.tmp: is a symbolic link"):
+        cache_lock(data)
+    (data / "manifest.json.tmp").unlink()
+    (tmp_path / "data.lock").unlink(missing_ok=True)
+    (tmp_path / "data.lock").symlink_to(thesis)
+    with pytest.raises(UserError, match=r"data\.lock: is a symbolic link"):
+        preparation_lock(data)
+    assert thesis.read_text() == "years of work"
+
+
+def test_a_folder_of_links_is_refused_and_one_on_another_disk_is_not(tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "models" / "run").mkdir(parents=True)
+    refuse_links(folder, "a study")
+    for link in (folder / "models" / "run" / "report.md.tmp", folder / "evaluations"):
+        link.symlink_to(tmp_path)
+        with pytest.raises(UserError, match=f"{link}: is a symbolic link"):
+            refuse_links(folder, "a study")
+        link.unlink()
+    (tmp_path / "other").symlink_to(folder)
+    with pytest.raises(UserError, match="other: is a symbolic link; the folder of a study"):
+        refuse_links(tmp_path / "other", "a study")
+    with preparation_lock(tmp_path / "other"):  # data may lie on any disk
+        pass
+
+
 def test_nothing_of_a_checkpoint_is_unpickled(checkpoint, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("unpickled")
@@ -253,12 +340,6 @@ def test_the_records_of_a_run_are_data(tmp_path, trap):
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text("run: {name: run}\n")
     (run / "metrics.jsonl").write_bytes(pickle.dumps(Payload(trap)) + b"\n")
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "scripts/checkpoints.py", str(run), "list", "--json"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-    )
+    done = script("scripts/checkpoints.py", run, "list", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["checkpoints"] == []

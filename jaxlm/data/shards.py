@@ -34,6 +34,7 @@ from jaxlm.errors import UserError
 from jaxlm.files import (
     Lock,
     is_inside,
+    refuse_links,
     sha256_of,
     sync_directory,
     sync_file,
@@ -396,7 +397,8 @@ class ShardWriter:
 
 
 def preparation_lock(directory: Path) -> Lock:
-    """The lock of whoever writes a data directory."""
+    """The lock of whoever writes a data directory, which may be a link but holds none."""
+    refuse_links(directory.resolve(), "prepared data")
     return Lock(
         directory.with_name(directory.name + ".lock"),
         f"{directory}: is being prepared by another process; wait for it",

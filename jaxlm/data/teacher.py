@@ -42,7 +42,15 @@ from jaxlm.data.shards import (
 )
 from jaxlm.data.tokenizer import read_tokenizer
 from jaxlm.errors import UserError
-from jaxlm.files import FileSum, Lock, differences, sum_files, sync_directory, write_json
+from jaxlm.files import (
+    FileSum,
+    Lock,
+    differences,
+    refuse_links,
+    sum_files,
+    sync_directory,
+    write_json,
+)
 
 FORMAT = 1
 MANIFEST, PROGRESS = "manifest.json", "progress.json"
@@ -266,7 +274,8 @@ def lock_path(directory: Path) -> Path:
 
 
 def cache_lock(directory: Path) -> Lock:
-    """The lock of whoever writes a cache."""
+    """The lock of whoever writes a cache, which may be a link but holds none."""
+    refuse_links(directory.resolve(), "a teacher's predictions")
     return Lock(lock_path(directory), f"{directory}: another process is writing this cache")
 
 

@@ -44,10 +44,10 @@ from jaxlm.distillation.teachers import check_teacher, context_of
 from jaxlm.environment import PACKAGES
 from jaxlm.errors import Failure, UserError
 from jaxlm.evaluation.evaluate import unigram_cross_entropy
-from jaxlm.files import Lock, sha256_of, size_text, write_atomically
+from jaxlm.files import Lock, refuse_links, sha256_of, size_text, write_atomically
 from jaxlm.signals import on_ending
 from jaxlm.study.blocks import digest_of, first_difference, read_blocks
-from jaxlm.study.folder import bytes_in, check_removable, free_bytes, refuse_links, remove
+from jaxlm.study.folder import bytes_in, check_removable, free_bytes, remove
 from jaxlm.study.journal import Event, Journal
 from jaxlm.study.plan import disk_needs
 from jaxlm.study.report import write_report
@@ -129,7 +129,7 @@ class Cycles:
     def __init__(self, study: Study, launch: Launch):
         self.study, self.launch = study, launch
         self.directory = study.directory
-        refuse_links(self.directory)
+        refuse_links(self.directory, "a study")
         for name in study.config.evaluation_data:
             if name in ("validation", "window"):
                 raise UserError(f"study.evaluation_data: '{name}' is a name of the study's own")

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from jaxlm.errors import Failure, UserError
+from jaxlm.errors import Failure
 from jaxlm.files import FileSum, sha256_of
 
 # What may ever be removed: shards of training tokens that the study prepared itself, and of what
@@ -21,24 +21,6 @@ _SHARD = re.compile(
     r"data/train/tokens-\d{5,}\.npy"
     r"|(data/)?teacher-[A-Za-z0-9][A-Za-z0-9._-]*/(ids|log_probs|log_tail)-\d{5,}\.npy"
 )
-
-
-def refuse_links(directory: Path) -> None:
-    """Refuse a study folder that is, or holds, a symbolic link.
-
-    Raises:
-        UserError: naming the link.
-    """
-    if directory.is_symlink():
-        raise UserError(f"{directory}: is a symbolic link; a study's folder is a folder")
-    for place, folders, files in os.walk(directory):
-        for name in (*folders, *files):
-            path = Path(place) / name
-            if path.is_symlink():
-                raise UserError(
-                    f"{path}: is a symbolic link; a study's folder holds none, so that nothing "
-                    f"outside of it can be written or removed"
-                )
 
 
 def bytes_in(directory: Path) -> int:

@@ -9,6 +9,7 @@ To be removed, a checkpoint is first renamed `N.deleting`. A damaged one that tr
 start is `N.damaged`, which nothing removes.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -26,17 +27,18 @@ from jaxlm.errors import Failure, UserError
 from jaxlm.files import append_line, size_text, sync_directory
 from jaxlm.models.build import Params
 from jaxlm.training.manifest import (
+    MANIFEST,
     damage_text,
     inspect,
+    leftovers,
     removable,
     remove,
     updates_in,
     write_manifest,
 )
+from jaxlm.training.metrics import read_records
 from jaxlm.training.state import TrainState
 
-# What a killed process leaves: its own saves and removals.
-_LEFTOVER = re.compile(r"[0-9]+(\.saving.*|\.deleting|\.orbax-checkpoint-tmp.*)")
 # Room for Orbax's metadata beside the arrays.
 _OVERHEAD_BYTES = 2**20
 
@@ -92,9 +94,8 @@ class Checkpoints:
         self._keep, self._keep_every_tokens = keep, keep_every_tokens
         if not read_only:
             directory.mkdir(parents=True, exist_ok=True)
-            for path in list(directory.iterdir()):
-                if _LEFTOVER.fullmatch(path.name) and not path.is_symlink():
-                    shutil.rmtree(path)
+            for path in leftovers(directory):
+                shutil.rmtree(path)
         self._identity = self._identify()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
@@ -142,12 +143,7 @@ class Checkpoints:
                 one, whose background work raises here, in :meth:`wait` or on leaving.
         """
         self.wait()
-        if self._identify() != self._identity:
-            raise Failure(
-                f"{self.directory}: is no longer the folder that it was when the run started (was "
-                f"a disk unmounted?), so that update {update} is not saved; bring it back, and the "
-                f"same command continues"
-            )
+        self._check_identity(update)
         if update in self.updates:
             return
         needed = checkpoint_bytes(state)
@@ -199,6 +195,15 @@ class Checkpoints:
             return None
         return found.st_dev, found.st_ino
 
+    def _check_identity(self, update: int) -> None:
+        """Refuse to save into another folder of this name: under a mount point lies one."""
+        if self._identify() != self._identity:
+            raise Failure(
+                f"{self.directory}: is no longer the folder that it was when the run started (was "
+                f"a disk unmounted?), so that update {update} is not saved; bring it back, and the "
+                f"same command continues"
+            )
+
     def _saving(self, update: int) -> Path:
         return self.directory / f"{update}.saving"
 
@@ -214,12 +219,23 @@ class Checkpoints:
         saving = self._saving(update)
         try:
             response.result()
+            self._check_identity(update)
             write_manifest(saving, update, tokens, validation, time.time())
             saving.rename(self.directory / str(update))
             sync_directory(self.directory)
         except (OSError, ValueError) as error:
             self._give_up(update, error, needed)
+        except Failure:
+            self._remove_misplaced(update)
+            raise
         self._remove_old()
+
+    def _remove_misplaced(self, update: int) -> None:
+        """Remove what Orbax, which makes folders that are missing, wrote to where no disk is."""
+        shutil.rmtree(self._saving(update), ignore_errors=True)
+        for folder in (self.directory, self.directory.parent):
+            with contextlib.suppress(OSError):  # it holds something, or is not there
+                folder.rmdir()
 
     def _remove_old(self) -> None:
         for update in removable(self.directory, self._keep, self._keep_every_tokens):
@@ -272,23 +288,27 @@ class Checkpoints:
             aside = self._aside(number)
             print(f"{self._fallback(number, damage, update)}; moved to {aside}", file=sys.stderr)
             entry = {
-                "time": time.time(),
                 "damaged": number,
                 "damage": damage,
                 "moved_to": aside.name,
                 "continued_from": update,
             }
-            append_line(record, json.dumps(entry))
+            # A kill before the move leaves the line: it is true now.
+            if not any(entry.items() <= made.items() for made in read_records(record)):
+                append_line(record, json.dumps({"time": time.time(), **entry}))
             (self.directory / str(number)).rename(aside)
             sync_directory(self.directory)
         return update
 
-    def find(self, update: int | None, params_only: bool = False) -> int:
+    def find(
+        self, update: int | None, params_only: bool = False, at_most: int | None = None
+    ) -> int:
         """The update asked for, or the newest that is whole.
 
         Args:
             update: None for the newest.
             params_only: do not look at the optimizer's state.
+            at_most: of the newest: no later one than this.
 
         Raises:
             UserError: there is no such checkpoint.
@@ -296,7 +316,7 @@ class Checkpoints:
         """
         without = "optimizer" if params_only else None
         if update is None and self.updates:
-            found, damaged = self._newest_whole(without)
+            found, damaged = self._newest_whole(without, at_most)
             for number, damage in damaged.items():
                 print(self._fallback(number, damage, found), file=sys.stderr)
             if found is not None:
@@ -305,7 +325,10 @@ class Checkpoints:
             there = ", ".join(map(str, self.updates)) or "none"
             wanted = "no checkpoint" if update is None else f"no checkpoint of update {update}"
             raise UserError(f"{self.directory}: {wanted}; there: {there}")
-        damage = self._damage(update, without)
+        inspection = inspect(self.directory / str(update), without=without)
+        if inspection.unverified:
+            self._warn_unverified(update)
+        damage = inspection.damage
         if damage:
             others = ", ".join(str(other) for other in self.updates if other != update)
             raise Failure(
@@ -314,17 +337,32 @@ class Checkpoints:
             )
         return update
 
-    def _newest_whole(self, without: str | None = None) -> tuple[int | None, dict[int, list[str]]]:
-        """The newest checkpoint that is whole, and the damage of those that are newer."""
+    def _newest_whole(
+        self, without: str | None = None, at_most: int | None = None
+    ) -> tuple[int | None, dict[int, list[str]]]:
+        """The newest checkpoint that is whole, and the damage of those that are newer.
+
+        One that has lost its manifest cannot be compared with anything. It counts as damaged, but
+        where no other is whole the newest of these is taken, with a warning.
+        """
         damaged: dict[int, list[str]] = {}
+        unverified: int | None = None
         for update in reversed(self.updates):
-            damage = self._damage(update, without)
-            if not (self.directory / str(update)).is_dir():
+            if at_most is not None and update > at_most:
+                continue
+            path = self.directory / str(update)
+            found = inspect(path, without=without)
+            if not path.is_dir():
                 # The process that trains has removed it meanwhile: there is a newer one.
-                return self._newest_whole(without)
-            if not damage:
+                return self._newest_whole(without, at_most)
+            if found.whole:
                 return update, damaged
-            damaged[update] = damage
+            if found.unverified and unverified is None:
+                unverified = update
+            damaged[update] = found.damage or [f"{MANIFEST}: missing"]
+        if unverified is not None:
+            self._warn_unverified(unverified)
+            return unverified, {u: lines for u, lines in damaged.items() if u > unverified}
         if damaged:
             lines = [f"{update} ({damage_text(damage)})" for update, damage in damaged.items()]
             raise Failure(
@@ -333,15 +371,12 @@ class Checkpoints:
             )
         return None, {}
 
-    def _damage(self, update: int, without: str | None) -> list[str]:
-        path = self.directory / str(update)
-        found = inspect(path, without=without)
-        if found.unverified and path.is_dir():
-            print(
-                f"warning: {path}: has no manifest.json, so that damage would go unnoticed",
-                file=sys.stderr,
-            )
-        return found.damage
+    def _warn_unverified(self, update: int) -> None:
+        print(
+            f"warning: {self.directory / str(update)}: has no {MANIFEST}, so that damage would go "
+            f"unnoticed",
+            file=sys.stderr,
+        )
 
     def _fallback(self, update: int, damage: list[str], whole: int | None) -> str:
         return (
@@ -398,7 +433,8 @@ class Checkpoints:
                 ) from error
             if isinstance(error, OSError):
                 raise
+            reason = " ".join(str(error.__cause__ or error).split())  # TensorStore's has many lines
             raise Failure(
                 f"{path}: cannot be read as the state of this configuration "
-                f"({error.__cause__ or error})"
+                f"({reason if len(reason) <= 400 else reason[:400] + ' ...'})"
             ) from error

@@ -13,12 +13,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxlm.files import append_line
+from jaxlm.files import append_line, naming
 
 GOODPUT = "goodput.jsonl"
 Kind = Literal["start", "training", "compile", "data", "evaluation", "checkpoint", "profile"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _EVERY_SECONDS = 60.0  # between records
+_FIELDS = {"start", "update", "seconds", "made_again_updates", "made_again_seconds"}
+_FIELDS |= {"unrecorded_seconds"}
 
 
 def _process_age() -> float:
@@ -53,7 +55,9 @@ class Goodput:
         self._seconds: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
         self._seconds["start"] = _process_age() if first else 0.0
         self._switched = self._recorded = time.perf_counter()
-        self.record(update)
+        # Kept open: where the disk of the run has been unmounted, its name leads to another one.
+        append_line(self._path, self._entry(update))
+        self._file = self._path.open("ab", buffering=0)
 
     def switch(self, kind: Kind) -> Kind:
         """From now on the time belongs to `kind`; returns what it belonged to."""
@@ -71,6 +75,20 @@ class Goodput:
         """Write the sums so far; with `due_only` once a minute."""
         if due_only and time.perf_counter() - self._recorded < _EVERY_SECONDS:
             return
+        left = (self._entry(update) + "\n").encode()
+        with naming(self._path):
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+
+    def close(self, update: int) -> None:
+        """Write the sums once more, and close the file."""
+        try:
+            self.record(update)
+        finally:
+            self._file.close()
+
+    def _entry(self, update: int) -> str:
         self.switch(self._kind)
         self._recorded = self._switched
         entry = {
@@ -80,7 +98,7 @@ class Goodput:
             "seconds": {kind: round(value, 3) for kind, value in self._seconds.items()},
             **self._lost,
         }
-        append_line(self._path, json.dumps(entry))
+        return json.dumps(entry)
 
 
 def read_accounts(directory: Path) -> list[dict[str, Any]]:
@@ -89,9 +107,11 @@ def read_accounts(directory: Path) -> list[dict[str, Any]]:
     entries = []
     for line in path.read_bytes().split(b"\n") if path.is_file() else []:
         try:
-            entries.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             continue
+        if isinstance(entry, dict) and entry.keys() >= _FIELDS:
+            entries.append(entry)
     return entries
 
 

@@ -11,6 +11,7 @@ import gc
 import importlib.metadata
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ from jaxlm.evaluation.evaluate import (
     unigram_cross_entropy,
 )
 from jaxlm.evaluation.report import evaluation_json, evaluation_table, write_report
-from jaxlm.files import Lock, append_line, finite, write_atomically
+from jaxlm.files import Lock, append_line, finite, refuse_links, write_atomically
 from jaxlm.memory.devices import peak_flops
 from jaxlm.models.depth import draw_depth
 from jaxlm.models.flops import flops_per_token
@@ -55,7 +56,6 @@ from jaxlm.training.goodput import Goodput, Kind, goodput_line, read_accounts, s
 from jaxlm.training.manifest import inspect, remove
 from jaxlm.training.metrics import (
     ALARMS,
-    CHANGES,
     EVALUATIONS,
     EVENTS,
     METRICS,
@@ -254,6 +254,7 @@ class Run:
         """Open what has to be closed again, also when opening the rest fails."""
         config = self.config
         busy = f"{self.directory}: another process is training this run"
+        refuse_links(self.directory, "a run")
         stack.enter_context(Lock(self.directory / "lock", busy))
         self.checkpoints = stack.enter_context(
             Checkpoints(
@@ -287,7 +288,7 @@ class Run:
         self.goodput = Goodput(
             self.directory, self.progress.update, self.log.dropped, first_of_process
         )
-        stack.callback(lambda: self.goodput.record(self.progress.update))
+        stack.callback(lambda: self.goodput.close(self.progress.update))
         self._last_record: dict[str, Any] | None = None
         self._alarms = Alarms(config, read_records(self.directory / MONITORS))
         self._read_what_was()
@@ -413,6 +414,9 @@ class Run:
 
     def save(self, validation: float | None = None) -> None:
         """Write a checkpoint of the state between two updates."""
+        for change in self._changes:  # updates were made under them: they are part of the run
+            self.log.change({"update": self._resumed_at, **change})
+        self._changes = []
         self.log.sync()
         versions = {n: importlib.metadata.version(n) for n in ("jax", "flax", "optax", "grain")}
         metadata = {
@@ -423,11 +427,6 @@ class Run:
             "config": to_tree(self.config),
             "versions": versions,
         }
-        if self._changes:  # updates were made under them: now they are part of the run
-            for change in self._changes:
-                record = {"update": self._resumed_at, **change}
-                append_line(self.directory / CHANGES, json.dumps(record))
-            self._changes = []
         self.checkpoints.save(
             self.progress.update, self.state, metadata, self.progress.tokens, validation
         )
@@ -853,15 +852,30 @@ def _one_course(
 ) -> int | None:
     """Start, or continue, a run; returns the exit code, None where it went back after a spike."""
     run = Run(config, allow_changes, first, until_update)
+    with _closing(run):
+        try:
+            with explaining_out_of_memory(run.config, run.directory):
+                return _live(run, finish)
+        except SpikeError as spike:
+            run.go_back(spike)  # and start again from there
+            received = run.signals.received
+            if received is None:
+                return None
+            return _ended_by(received, f"{run.directory}: saved there")
+
+
+@contextlib.contextmanager
+def _closing(run: Run) -> Iterator[None]:
+    """Close a run after the block; what went wrong in it is not replaced by what follows of it."""
     try:
-        with explaining_out_of_memory(run.config, run.directory):
-            return _live(run, finish)
-    except SpikeError as spike:
-        run.go_back(spike)  # and start again from there
-        received = run.signals.received
-        return None if received is None else _ended_by(received, f"{run.directory}: saved there")
-    finally:
-        run.close()
+        yield
+    except BaseException:
+        try:
+            run.close()
+        except (Failure, OSError) as error:
+            print(f"warning: while closing: {error}", file=sys.stderr, flush=True)
+        raise
+    run.close()
 
 
 def _say_saved(run: Run) -> None:

@@ -26,6 +26,8 @@ from jaxlm.files import (
 )
 
 MANIFEST = "manifest.json"
+# What a killed process leaves: its own saves and removals.
+_LEFTOVER = re.compile(r"[0-9]+(\.saving.*|\.deleting|\.orbax-checkpoint-tmp.*)")
 
 
 class DamagedManifestError(Exception):
@@ -82,7 +84,8 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     """A checkpoint's manifest; None if it has none.
 
     Raises:
-        DamagedManifestError: it is not, byte for byte, what :func:`write_manifest` wrote.
+        DamagedManifestError: it is not, byte for byte, what :func:`write_manifest` wrote, or is
+            another checkpoint's.
     """
     try:
         written = (checkpoint / MANIFEST).read_bytes()
@@ -93,11 +96,29 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
         if _render(tree) != written:
             raise ValueError
         files = {name: FileSum(**entry) for name, entry in tree.pop("files").items()}
-        if not all(map(is_inside, files)):
+        manifest = Manifest(files=files, **tree)
+        if not _is_sound(manifest):
             raise ValueError
-        return Manifest(files=files, **tree)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise DamagedManifestError(f"{MANIFEST}: is not what was written") from None
+    if str(manifest.update) != checkpoint.name:
+        raise DamagedManifestError(
+            f"{MANIFEST}: is of update {manifest.update}, not of the folder that it is in"
+        )
+    return manifest
+
+
+def _is_sound(manifest: Manifest) -> bool:
+    """Whether all values are of their kinds: a checksum that anybody can make vouches for none."""
+    counts = [manifest.update, manifest.tokens, *(entry.bytes for entry in manifest.files.values())]
+    loss = manifest.validation_cross_entropy
+    numbers = [manifest.saved_at, *([] if loss is None else [loss])]
+    return (
+        all(type(count) is int and count >= 0 for count in counts)
+        and all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+        and all(isinstance(entry.sha256, str) for entry in manifest.files.values())
+        and all(map(is_inside, manifest.files))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +176,12 @@ def updates_in(directory: Path) -> list[int]:
     # A link is not ours: nothing behind it is read or removed.
     names = (p.name for p in directory.iterdir() if p.is_dir() and not p.is_symlink())
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """What saves and removals left that were killed; of a process that lives, what it works on."""
+    found = (path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name))
+    return sorted(path for path in found if not path.is_symlink())
 
 
 def best_of(manifests: Iterable[Manifest]) -> int | None:

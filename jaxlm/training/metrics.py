@@ -1,6 +1,7 @@
 """The records of a run: JSON lines for programs, TensorBoard for people."""
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -25,8 +26,10 @@ EVENTS = "events.jsonl"
 # One line for each start of the run (from where, in which environment), and for each setting that
 # changed at one.
 STARTS, CHANGES = "starts.jsonl", "changes.jsonl"
-# Of these, a record belongs to the state after so many updates; of the others, to one update.
+# A record belongs to the state after so many updates, or to one update; a change to the first one
+# that was made under it.
 _OF_STATES = (EVALUATIONS, MONITORS, ALARMS)
+_OF_UPDATES = (BLOCKS, DECISIONS, EVENTS, CHANGES)
 _TENSORBOARD_SECONDS = 30.0  # between flushes
 
 
@@ -35,15 +38,47 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
     Records are synced before each checkpoint; what a power failure tears comes after it.
     """
-    records: list[dict[str, Any]] = []
-    if not path.is_file():
-        return records
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    return list(itertools.takewhile(lambda record: record is not None, map(_record, lines)))
+
+
+def _record(line: bytes) -> Any:
+    """A line as an object with fields; None if it is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _records_until(path: Path, last: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The records up to an update, and those of later ones, as far as they can be read.
+
+    Records up to a checkpoint were on disk before it was. So a line among them that cannot be read
+    is damage, and no line that a power failure tore.
+
+    Raises:
+        UserError: naming such a line.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    kept: list[dict[str, Any]] = []
+    later: list[dict[str, Any]] = []
+    torn: int | None = None
+    for number, line in enumerate(lines, 1):
+        record = _record(line)
+        update = None if record is None else record.get("update")
+        if record is None or not isinstance(update, int):
+            torn = torn or number
+        elif update > last:
+            later += [record] if torn is None else []
+        elif torn is None:
+            kept.append(record)
+        else:
+            raise UserError(
+                f"{path}:{torn}: cannot be read as a record, though it is of before the "
+                f"checkpoint; restore the file, or remove that line to go on without it"
+            )
+    return kept, later
 
 
 class RunLog:
@@ -65,20 +100,25 @@ class RunLog:
         self._files: dict[str, FileIO] = {}
         self._broken = False
         self.dropped = []
-        for name in (METRICS, BLOCKS, DECISIONS, EVENTS, *_OF_STATES):
-            path = directory / name
-            last = update if name in _OF_STATES else update - 1
-            records = read_records(path)
-            kept = [record for record in records if record["update"] <= last]
-            if name == METRICS:
-                self.dropped = [record for record in records if record["update"] > last]
-            if name == METRICS and len(kept) != update:
+        files = [directory / name for name in (METRICS, *_OF_UPDATES, *_OF_STATES)]
+        found = [
+            _records_until(path, update if path.name in _OF_STATES else update - 1)
+            for path in files
+        ]
+        for path, (kept, later) in zip(files, found, strict=True):
+            updates = [record["update"] for record in kept]
+            made = len(updates) if path.name == METRICS else len(set(updates))
+            if path.name in (METRICS, BLOCKS) and made != update:
                 raise UserError(
-                    f"{path}: holds the records of {len(kept)} of the {update} updates that the "
+                    f"{path}: holds the records of {made} of the {update} updates that the "
                     f"checkpoint has behind it; restore it, or remove {directory} to start over"
                 )
+            if path.name == METRICS:
+                self.dropped = later
+        # All were read before any is cut.
+        for path, (kept, _) in zip(files, found, strict=True):
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-            self._files[name] = path.open("ab", buffering=0)
+            self._files[path.name] = path.open("ab", buffering=0)
         # Written from this thread: SummaryWriter's own blocks for ever after a failed write.
         self._tensorboard: EventsWriter | None = None
         self._events = directory / "tensorboard"
@@ -162,6 +202,10 @@ class RunLog:
     def event(self, update: int, kind: str, text: str, **more: Any) -> None:
         """Record something that a person should know of."""
         self._append(EVENTS, {"update": update, "kind": kind, "text": text, **more})
+
+    def change(self, record: dict[str, Any]) -> None:
+        """Record that a setting was changed at a restart."""
+        self._append(CHANGES, record)
 
     def decision(self, record: dict[str, Any]) -> None:
         """Record what a controller changed."""

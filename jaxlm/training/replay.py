@@ -98,7 +98,7 @@ class _Run:
                 )
             if not before:
                 return jax.device_put(init_state(self.spec), self.sharding), 0
-            found = checkpoints.find(before[-1])
+            found = checkpoints.find(None, at_most=update)
             abstract = jax.eval_shape(lambda: init_state(self.spec))
             return checkpoints.restore(found, abstract, self.sharding), found
 
@@ -114,7 +114,7 @@ def replay(directory: Path, update: int) -> Replay:
         UserError: no run there, no record of that update, or no checkpoint of before.
     """
     run = _Run(directory)
-    if update >= len(run.records):
+    if not 0 <= update < len(run.records):
         raise UserError(
             f"{directory}: has the records of {len(run.records)} updates; --update {update} is "
             f"not among them (they count from 0)"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.config import RewindConfig
+from jaxlm.errors import UserError
 from jaxlm.files import append_line
 
 REWINDS = "rewinds.jsonl"
@@ -93,13 +94,25 @@ def spike_limit(losses: list[float], window: int, deviations: float) -> float | 
 
 
 class Rewinds:
-    """All rewinds of a run, and what follows from them."""
+    """All rewinds of a run, and what follows from them.
+
+    Raises:
+        UserError: rewinds.jsonl is damaged.
+    """
 
     def __init__(self, directory: Path):
         self._path = directory / REWINDS
         self.made: list[Rewind] = []
-        for line in self._path.read_bytes().split(b"\n")[:-1] if self._path.is_file() else []:
-            self.made.append(Rewind(**json.loads(line)))
+        # A line without its end is one that a power failure tore: nothing followed from it yet.
+        lines = self._path.read_bytes().split(b"\n")[:-1] if self._path.is_file() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                self.made.append(Rewind(**json.loads(line)))
+            except (ValueError, TypeError):
+                raise UserError(
+                    f"{self._path}:{number}: cannot be read as the record of a rewind, by which "
+                    f"the order of the data is known; restore the file"
+                ) from None
 
     def answer(
         self, settings: RewindConfig, spike: SpikeError, to: int, updates: int, windows: int

@@ -10,11 +10,11 @@ import pytest
 from helpers import tiny_model
 
 from jaxlm.config import Config, DataConfig
-from jaxlm.errors import Failure, UserError
+from jaxlm.errors import Failure
 from jaxlm.study.blocks import digest_of, first_difference, read_blocks
 from jaxlm.study.document import Bullets, Listing, Picture, Section, Table, as_html, as_markdown
 from jaxlm.study.figures import _cumulative, at_equal
-from jaxlm.study.folder import check_removable, refuse_links, remove
+from jaxlm.study.folder import check_removable, remove
 from jaxlm.study.journal import Journal
 from jaxlm.study.pictures import Series, line_chart
 
@@ -170,20 +170,6 @@ def test_only_the_studys_own_shards_can_be_removed(tmp_path):
     remove(study, files)
     assert not shard.exists()
     remove(study, files)  # they are gone already
-
-
-def test_links_in_a_study_are_refused(tmp_path):
-    study = tmp_path / "study"
-    (study / "models" / "run").mkdir(parents=True)
-    refuse_links(study)
-    for link in (study / "models" / "run" / "report.md.tmp", study / "evaluations"):
-        link.symlink_to(tmp_path)
-        with pytest.raises(UserError, match=f"{link}: is a symbolic link"):
-            refuse_links(study)
-        link.unlink()
-    (tmp_path / "other").symlink_to(study)
-    with pytest.raises(UserError, match="other: is a symbolic link"):
-        refuse_links(tmp_path / "other")
 
 
 # ---------------------------------------------------------------- document

@@ -25,6 +25,7 @@ from jaxlm.training.manifest import (
     inspect,
     read_manifest,
     retained,
+    updates_in,
 )
 from jaxlm.training.metrics import RunLog, read_records
 from jaxlm.training.state import TrainState
@@ -135,6 +136,53 @@ def test_records_that_should_be_there_are_missed(tmp_path):
     with pytest.raises(UserError, match=r"metrics\.jsonl: holds the records of 1 of the 3 updates"):
         RunLog(tmp_path, 3, tensorboard=False)
     assert len(read_records(tmp_path / "metrics.jsonl")) == 1
+
+
+@pytest.mark.parametrize("name", ["metrics", "blocks", "evaluations", "events", "decisions"])
+@pytest.mark.parametrize("line", [b"\0\0\0", b"5", b'{"updatf": 1}', b'{"update": "1"}'])
+def test_a_damaged_record_of_before_the_checkpoint_stops_the_start(tmp_path, name, line):
+    log = RunLog(tmp_path, 0, tensorboard=False)
+    for update in range(5):
+        log.update({"update": update, "loss": 1.0})
+        log.blocks(update, [[1]])
+        log.evaluation({"update": update + 1, "depth": None, "cross_entropy": 1.0, "top1": 0.0})
+        log.event(update, "kind", "text")
+        log.decision({"update": update})
+    log.close()
+    path = tmp_path / f"{name}.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    lines[1] = line
+    path.write_bytes(b"\n".join(lines))
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+    with pytest.raises(UserError, match=rf"{name}\.jsonl:2: cannot be read as a record"):
+        RunLog(tmp_path, 4, tensorboard=False)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+    assert len(read_records(path)) in (1, 5)
+
+
+def test_blocks_that_end_too_early_are_missed(tmp_path):
+    log = RunLog(tmp_path, 0, tensorboard=False)
+    for update in range(3):
+        log.update({"update": update, "loss": 1.0})
+        log.blocks(update, [[1], [2]])
+    log.close()
+    path = tmp_path / "blocks.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))
+    with pytest.raises(UserError, match=r"blocks\.jsonl: holds the records of 2 of the 3 updates"):
+        RunLog(tmp_path, 3, tensorboard=False)
+
+
+def test_a_change_that_no_checkpoint_has_did_not_happen(tmp_path):
+    """It is recorded with the update it was made at, before the checkpoint that makes it true."""
+    log = RunLog(tmp_path, 0, tensorboard=False)
+    for update in range(6):
+        log.update({"update": update, "loss": 1.0})
+        log.blocks(update, [[1]])
+    for update in (2, 6):
+        log.change({"update": update, "key": "optim.learning_rate", "was": 1, "is": 2})
+    log.close()
+    RunLog(tmp_path, 6, tensorboard=False).close()
+    assert [r["update"] for r in read_records(tmp_path / "changes.jsonl")] == [2]
 
 
 # ------------------------------------------------------------------------------------ retention
@@ -340,15 +388,62 @@ def test_readers_pass_over_damage_and_touch_nothing(tmp_path, capsys):
         assert checkpoints.updates == [1, 2, 3]
 
 
-def test_a_checkpoint_without_manifest_is_used_with_a_warning(tmp_path, capsys):
-    """One of before manifests; it is also left where it is by retention."""
+def test_a_checkpoint_that_lost_its_manifest_comes_after_all_whole_ones(tmp_path, capsys):
+    """It cannot be compared with anything: it is used where nothing better is, with a warning."""
+    save_all(tmp_path, {1: None, 2: None, 3: None}, keep=9)
+    (tmp_path / "3" / MANIFEST).unlink()
+    record = tmp_path / "recovery.jsonl"
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.find(None) == 2
+        assert "/3: damaged (manifest.json: missing); using update 2" in capsys.readouterr().err
+        assert checkpoints.find(3) == 3  # asked for by name
+        assert "/3: has no manifest.json" in capsys.readouterr().err
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        assert checkpoints.recover(record) == 2
+        assert checkpoints.updates == [1, 2]
+    assert (tmp_path / "3.damaged").is_dir()
+    for update in (1, 2):
+        (tmp_path / str(update) / MANIFEST).unlink()
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.recover(record) == 2
+        assert "/2: has no manifest.json" in capsys.readouterr().err
+        checkpoints.restore(2, jax.eval_shape(lambda: state_of(0)), PLACE)
+        checkpoints.save(4, state_of(4), {}, 10, None)
+    # Retention leaves to a person what it knows nothing of.
+    assert updates_in(tmp_path) == [1, 2, 4]
+
+
+def test_a_move_that_was_killed_is_recorded_once(tmp_path, monkeypatch):
+    save_all(tmp_path, {1: None, 2: None})
+    (tmp_path / "2" / MANIFEST).write_text("{}")
+    record = tmp_path / "recovery.jsonl"
+
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with Checkpoints(tmp_path) as checkpoints, pytest.raises(KeyboardInterrupt):
+            checkpoints.recover(record)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.recover(record) == 1
+    (only,) = read_records(record)
+    assert (only["damaged"], only["moved_to"]) == (2, "2.damaged")
+
+
+def test_what_cannot_be_loaded_is_one_line(tmp_path):
     save_all(tmp_path, {1: None})
     (tmp_path / "1" / MANIFEST).unlink()
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.recover(tmp_path / "recovery.jsonl") == 1
-        assert "/1: has no manifest.json" in capsys.readouterr().err
+    for path in (tmp_path / "1" / "params").rglob("*"):
+        if path.is_file() and path.stat().st_size:
+            path.write_bytes(path.read_bytes()[:-1])
+    with (
+        Checkpoints(tmp_path, read_only=True) as checkpoints,
+        pytest.raises(Failure, match="1: cannot be read as the state") as caught,
+    ):
         checkpoints.restore(1, jax.eval_shape(lambda: state_of(0)), PLACE)
-    assert save_all(tmp_path, {2: None, 3: None}, keep=1) == [1, 3]
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700
 
 
 # ------------------------------------------------------------------------------------ no room
@@ -466,6 +561,29 @@ def test_a_folder_that_is_gone_or_another_one_is_not_saved_to(tmp_path):
     assert inspect(tmp_path / "elsewhere" / "1").whole
 
 
+def test_a_folder_that_goes_during_a_save_gets_no_other_in_its_place(tmp_path, monkeypatch):
+    """Orbax makes folders that are missing: the checkpoint would lie below the mount point."""
+    run = tmp_path / "disk" / "run"
+    save = checkpoint.ocp.save_checkpointables_async
+
+    class Response:
+        def __init__(self, *arguments, **settings):
+            self.written = save(*arguments, **settings)
+
+        def result(self):
+            self.written.result()
+            run.parent.rename(tmp_path / "elsewhere")
+            (run / "checkpoints" / "1.saving" / "params").mkdir(parents=True)  # as Orbax does
+
+    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", Response)
+    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints.save(1, state_of(1), {}, 10, None)
+    with pytest.raises(Failure, match=r"checkpoints: is no longer the folder .* update 1 is not"):
+        checkpoints.__exit__()
+    assert not run.exists()
+    assert (tmp_path / "elsewhere" / "run" / "checkpoints").is_dir()
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A mounted file system of 8 MB."""
@@ -581,6 +699,17 @@ def test_prune(script, run, capsys):
         script(run, "prune", "--keep", 0, "--yes")
     assert script(run, "prune", "--keep", 1, "--yes") == 0
     assert updates_of(run) == [2, 11]
+
+
+def test_prune_removes_what_a_killed_removal_left(script, run, capsys):
+    left = run / "checkpoints" / "1.deleting"
+    (run / "checkpoints" / "1").rename(left)
+    assert script(run, "prune", "--keep", 9) == 0
+    assert f"would remove {left}" in capsys.readouterr().out
+    assert left.is_dir()
+    assert script(run, "prune", "--keep", 9, "--yes") == 0
+    assert not left.exists()
+    assert updates_of(run) == [2, 9, 10, 11]
 
 
 def test_prune_leaves_the_only_whole_checkpoint(script, run):

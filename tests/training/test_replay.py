@@ -141,8 +141,10 @@ def test_the_layer_that_overflows_is_named(run, monkeypatch):
 
 
 def test_an_update_that_is_not_there(run):
-    with pytest.raises(UserError, match=r"records of 12 updates; --update 12 is not among them"):
-        replay(directory_of(run), 12)
+    for update in (12, -1):
+        message = rf"records of 12 updates; --update {update} is not among them"
+        with pytest.raises(UserError, match=message):
+            replay(directory_of(run), update)
     with pytest.raises(UserError, match=r"not a run"):
         replay(directory_of(run).parent, 1)
 

@@ -105,6 +105,14 @@ def rewind(to: int, skipped: int = 0, factor: float = 1.0, updates: int = 0) -> 
     return Rewind(99, 98, to, skipped, factor, updates, "why")
 
 
+@pytest.mark.parametrize("line", ["\0\0", "5", '{"update": 3}'])
+def test_a_damaged_line_is_named(tmp_path, line):
+    """What was passed over decides which data the run reads."""
+    (tmp_path / "rewinds.jsonl").write_text(f"{line}\n")
+    with pytest.raises(UserError, match=r"rewinds\.jsonl:1: cannot be read as the record"):
+        Rewinds(tmp_path)
+
+
 def test_position_and_rate_follow_from_the_lines(tmp_path):
     rewinds = Rewinds(tmp_path)
     rewinds.append(rewind(8, skipped=5))

@@ -573,6 +573,47 @@ def test_allowed_changes_are_recorded(random_data, started, monkeypatch):
     assert rates[2:4] == pytest.approx([7.5e-3, 2e-2])
 
 
+def test_a_change_that_no_checkpoint_has_is_not_on_record(random_data, started, monkeypatch):
+    """A life with another rate that dies before its first save leaves no trace of it."""
+
+    class KilledError(Exception):
+        pass
+
+    def killed(*_):
+        raise KilledError
+
+    optim = OptimConfig(name="adamw", learning_rate=2e-2, warmup_updates=4)
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "save", killed)
+            with pytest.raises(KilledError):
+                loop.train(config_for(random_data, optim=optim), allow_changes=["rate"])
+    config = config_for(random_data)
+    changes = directory_of(config) / "changes.jsonl"
+    assert read_records(changes) != []
+    assert loop.train(config) == 0
+    assert read_records(changes) == []
+
+
+def test_what_ended_a_run_is_said_and_not_what_closing_then_meets(random_data, monkeypatch, capsys):
+    """As where the folder is gone: the save says what happened, and the last record fails too."""
+
+    def fails(*_):
+        raise Failure("the folder is gone")
+
+    def cannot(*_):
+        raise FileNotFoundError(2, "No such file or directory", "goodput.jsonl")
+
+    monkeypatch.setattr(loop.Run, "save", fails)
+    monkeypatch.setattr(loop.Goodput, "close", cannot)
+    with pytest.raises(Failure, match="the folder is gone"):
+        loop.train(config_for(random_data))
+    assert re.search(r"warning: while closing: .*goodput\.jsonl", capsys.readouterr().err)
+    monkeypatch.setattr(loop.Run, "save", lambda *_: None)
+    with pytest.raises(FileNotFoundError):
+        loop.train(config_for(random_data, "second"))
+
+
 def test_validation_passes_that_a_controller_reads_change_by_name_alone(random_data):
     def config(controllers, **evaluation):
         return config_for(
