@@ -35,6 +35,7 @@ from jaxlm.training import loop, step
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.checks import Cause, Check, Result
 from jaxlm.training.compilation import CompileOnce
+from jaxlm.training.control import Control
 from jaxlm.training.manifest import inspect
 from jaxlm.training.metrics import BLOCKS, METRICS, read_records
 from jaxlm.training.planning import Plan, plan_training
@@ -166,6 +167,7 @@ class Trials:
         self.sources = open_sources(config.data, self.data)
         self.windows = self._windows(config)
         self.config = loop.resolve_config(config, self.data, self.windows)
+        Control(self.config)  # trials are made without controllers, the run is not
         self.settings = config.preflight
         self.device, self.host_budget = device, host_budget
         self.trial_scaled, self.notes = scaled(self.config, affordable_flops(self.config))

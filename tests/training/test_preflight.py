@@ -1,8 +1,10 @@
 """Preflight: a healthy run passes; of each broken one the true cause is named first or second."""
 
 import dataclasses
+import doctest
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -617,6 +619,128 @@ def test_thresholds_that_never_or_always_act_are_found(settings, key, text):
     assert not found.passed
     assert found.causes[0].key == key
     assert text in found.causes[0].text
+
+
+# Kinds that somebody adds: the example of docs/control.md, and three that go wrong.
+ADDED = '''
+
+class Forgetful(ShallowStart):
+    """Remembers where no save finds it."""
+
+    def read_update(self, record):
+        if not hasattr(self, "low_at"):
+            self.low_at = None
+        self.state = {"low_at": self.low_at}
+        super().read_update(record)
+        self.low_at = self.state.pop("low_at")
+
+    def decide(self, update, drawn):
+        low_at = getattr(self, "low_at", None)
+        return (1, "high") if low_at is None else (4, "low")
+
+
+class Infinite(Controller):
+    """Divides by the loss."""
+
+    def read_update(self, record):
+        self.state["rate"] = 1.0 if record["loss"] is not None else float("inf")
+
+    def decide(self, update, drawn):
+        return self.state.get("rate", 1.0), "1 / loss"
+
+
+class Hasty(Controller):
+    """Does not think of a loss that is not finite."""
+
+    def read_update(self, record):
+        self.state["low"] = record["loss"] < 4.0
+
+    def decide(self, update, drawn):
+        return 1.0, "always"
+'''
+KINDS_ADDED = ("ShallowStart", "Forgetful", "Infinite", "Hasty")
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory) -> Path:
+    """The package with controllers added in the three places that docs/control.md names."""
+    root = tmp_path_factory.mktemp("extended")
+    shutil.copytree(ROOT / "jaxlm", root / "jaxlm", ignore=shutil.ignore_patterns("__pycache__"))
+    examples = doctest.DocTestParser().get_examples((ROOT / "docs/control.md").read_text())
+    example = next(e.source for e in examples if e.source.startswith("class ShallowStart(C"))
+    names = [f"{name}Config" for name in KINDS_ADDED]
+    settings = "".join(
+        f"@dataclass(frozen=True, config=_STRICT)\nclass {name}Config:\n"
+        f'    kind: Literal["{name.lower()}"] = "{name.lower()}"\n    loss: float = 4.0\n\n\n'
+        for name in KINDS_ADDED
+    )
+
+    def put(file: str, mark: str, text: str) -> None:
+        path = root / "jaxlm" / file
+        before, found, after = path.read_text().partition(mark)
+        assert found
+        path.write_text(before + text + found + after)
+
+    put("config.py", "ControllerConfig = Annotated[", settings)
+    put("config.py", "    CurriculumConfig | RateByDepthConfig", f"    {' | '.join(names)} | ")
+    control = "training/control.py"
+    put(control, "def build(", f"{example}{ADDED}\n\n")
+    put(control, "    CurriculumConfig,\n", "".join(f"    {name},\n" for name in names))
+    branches = "".join(
+        f"        if isinstance(settings, {name}Config):\n"
+        f"            controllers.append({name}(settings))\n            continue\n"
+        for name in KINDS_ADDED
+    )
+    put(control, "        if isinstance(settings, CurriculumConfig):\n", branches)
+    return root
+
+
+def preflight_of_added(extended: Path, data: Path, controllers: str):
+    path = extended / "config.yaml"
+    path.write_text(to_yaml(config_for(data)))
+    words = ["--config", str(path), "--only", "control", "--json", str(extended / "found.json")]
+    return subprocess.run(
+        [
+            *[sys.executable, str(ROOT / "scripts/preflight.py"), *words],
+            f"control.controllers={controllers}",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=extended,
+        env={**os.environ, "PYTHONPATH": str(extended)},
+        timeout=300,
+    )
+
+
+def test_a_controller_that_somebody_adds_is_held_to_what_holds_for_all(extended, data):
+    done = preflight_of_added(extended, data, "[{kind: shallowstart}]")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((extended / "found.json").read_text())["checks"][0]
+    # One step at the beginning and four when the loss is low, where the configuration has two.
+    assert found["figure"] == (
+        "shallowstart[0] makes 2 decisions in 1,200 updates, the same across saves; no curve is "
+        "known for it"
+    )
+    kinds = ", ".join(f"{{kind: {name.lower()}}}" for name in KINDS_ADDED[1:])
+    done = preflight_of_added(extended, data, f"[{kinds}]")
+    assert done.returncode == 1, done.stderr
+    found = json.loads((extended / "found.json").read_text())["checks"][0]
+    texts = {cause["key"]: cause["text"] for cause in found["causes"]}
+    assert "decides otherwise at update" in texts["control_broken:forgetful[0]"]
+    # The loss of update 400 is not finite, and counts two updates later.
+    assert "its value at update 402 is inf" in texts["control_broken:infinite[1]"]
+    assert "TypeError: '<' not supported" in texts["control_broken:hasty[2]"]
+
+
+def test_two_controllers_of_one_depth_end_preflight_with_one_line(extended, data):
+    both = "[{kind: shallowstart}, {kind: curriculum, quantity: backprop_depth}]"
+    done = preflight_of_added(extended, data, both)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert (
+        "error: control.controllers: shallowstart[0] and curriculum[1] set backprop_depth"
+        in done.stderr
+    )
 
 
 # ---------------------------------------------------------------- scale and memory
