@@ -393,11 +393,12 @@ def _all_finite(of: FinishedRun, update: int) -> bool:
 def loss_falls(of: FinishedRun) -> Result:
     """The loss at the end is below that at the beginning, and did not rise again for good."""
     losses = [r["cross_entropy"] for r in of.metrics if r["cross_entropy"] is not None]
-    tenth = max(1, len(losses) // 10)
     if not losses:
         cause = Cause("nonfinite", "no update has a finite loss", 0.95)
         return result("loss_falls", False, "not finite", "", [cause], "optim.learning_rate")
-    parts = [statistics.fmean(losses[i : i + tenth]) for i in range(0, len(losses), tenth)]
+    # Ten parts whose lengths differ by one at most: the mean of a short rest would be mere noise.
+    tenths = np.array_split(np.asarray(losses), min(10, len(losses)))
+    parts = [float(part.mean()) for part in tenths]
     fell, limit = parts[0] - parts[-1], of.settings.loss_fall
     rose = parts[-1] - min(parts)
     causes = []
@@ -413,7 +414,7 @@ def loss_falls(of: FinishedRun) -> Result:
         text = f"{tokens:,} target tokens are too few, or the data is without order"
         causes.append(Cause("too_short", text, 0.2))
     if rose > limit:
-        at = parts.index(min(parts)) * tenth
+        at = sum(map(len, tenths[: parts.index(min(parts))]))
         text = f"the loss was {rose:.2f} lower about update {at}: it diverged, the rate is too high"
         causes.append(Cause("rate_high", text, 0.85))
     return result(

@@ -910,6 +910,34 @@ def test_what_is_wrong_with_a_finished_run_is_named(name, finished_run, tmp_path
     assert found.causes[0].key == cause, found.causes
 
 
+def with_losses(run: Path, directory: Path, losses: list[float]) -> finished.FinishedRun:
+    """A run whose updates had these losses."""
+    shutil.copytree(run, directory)
+    edit(
+        directory,
+        "metrics.jsonl",
+        lambda rs: [
+            {**rs[-1], "update": update, "cross_entropy": loss}
+            for update, loss in enumerate(losses)
+        ],
+    )
+    return finished.FinishedRun(directory)
+
+
+@pytest.mark.parametrize("count", [301, 1001, 15, 7])
+def test_the_last_tenth_is_no_shorter_than_the_others(count, finished_run, tmp_path):
+    """From 6 to 4 in the first half, and 0.4 higher in the last update alone."""
+    half = count // 2
+    losses = [6.0 - 2.0 * u / half if u < half else 4.0 for u in range(count)]
+    losses[-1] = 4.4
+    found = finished.loss_falls(with_losses(finished_run, tmp_path / "run", losses))
+    # Lengths of numpy's ten parts of 301 are 31 and nine times 30, of 1001 101 and 100, of 15 five
+    # times 2 and five times 1, of 7 seven times 1.
+    last = {301: 30, 1001: 100, 15: 1, 7: 1}[count]
+    assert found.numbers["rise"] == pytest.approx(0.4 / last)
+    assert found.passed == (0.4 / last < 0.2)
+
+
 def test_windows_may_be_cut_into_other_micro_batches_at_a_restart(finished_run, tmp_path):
     directory = tmp_path / "run"
     shutil.copytree(finished_run, directory)
