@@ -47,6 +47,8 @@ from jaxlm.data.prepare import prepare
 from jaxlm.data.shards import DataDirectory, ShardWriter
 from jaxlm.data.tokenizer import train_tokenizer
 from jaxlm.errors import UserError
+from jaxlm.evaluation.evaluate import Evaluation
+from jaxlm.evaluation.report import write_report
 from jaxlm.files import sha256_of, write_json
 from jaxlm.losses import chunked_cross_entropy
 from jaxlm.memory.devices import DEVICES
@@ -58,6 +60,7 @@ from jaxlm.models.stack import Stack
 from jaxlm.training import compilation, finished, loop, preflight_memory, step
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.checks import Cause, Result, ranked, result
+from jaxlm.training.monitors import TEXTS
 from jaxlm.training.preflight import CHECKS, Preflight
 from jaxlm.training.preflight_control import check_control
 from jaxlm.training.reach import reached
@@ -868,7 +871,10 @@ def raise_alarm(directory: Path) -> None:
     edit(
         directory,
         "monitors.jsonl",
-        lambda rs: [{**r, "beyond": ["state_growth"] if i > 1 else []} for i, r in enumerate(rs)],
+        lambda rs: [
+            {**r, "state_growth": 9.0, "beyond": ["state_growth"]} if i > 1 else {**r, "beyond": []}
+            for i, r in enumerate(rs)
+        ],
     )
     alarm = {"event": "raised", "update": 40, "since": 30, "monitor": "state_growth"}
     alarm |= {"value": 9.0, "threshold": 4.0, "action": "warn", "text": "the state grows"}
@@ -890,6 +896,26 @@ FINISHED = {
     "a damaged checkpoint": (damage_checkpoint, "checkpoint", "checkpoint_damaged"),
     "the loss rose": (raise_loss, "loss_falls", "rate_high"),
     "an alarm stands": (raise_alarm, "monitors", "alarm:state_growth"),
+    "a verdict is not what the figure says": (
+        set_in("monitors.jsonl", 2, state_growth=4.1, beyond=[]),
+        "monitors",
+        "beyond",
+    ),
+    "a verdict without a figure for it": (
+        set_in("monitors.jsonl", 3, state_growth=3.9, beyond=["state_growth"]),
+        "monitors",
+        "beyond",
+    ),
+    "depth is ignored": (
+        set_in("monitors.jsonl", -1, loss_1=3.25, loss_mean=3.25),
+        "depth_order",
+        "depth_ignored",
+    ),
+    "depth does harm": (
+        set_in("monitors.jsonl", -1, loss_1=3.0, loss_mean=3.0625),
+        "depth_order",
+        "depth_order",
+    ),
     "skipped updates": (
         set_in("metrics.jsonl", 5, loss=None, applied=False),
         "skipped_updates",
@@ -908,6 +934,61 @@ def test_what_is_wrong_with_a_finished_run_is_named(name, finished_run, tmp_path
     found = next(c for c in finished.CHECKS if c.name == check).run(of)
     assert found.passed is False
     assert found.causes[0].key == cause, found.causes
+
+
+def test_a_figure_that_is_not_finite_keeps_its_verdict(finished_run, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(finished_run, directory)
+    overflow = {"state_growth": None, "beyond": ["state_growth"]}
+    set_in("monitors.jsonl", -1, **overflow)(directory)
+    assert finished.monitors(finished.FinishedRun(directory)).passed
+    # Ten updates later it is an alarm, which alarms.jsonl lacks.
+    set_in("monitors.jsonl", -2, **overflow)(directory)
+    found = finished.monitors(finished.FinishedRun(directory))
+    assert found.numbers["standing"] == ["state_growth"]
+    assert [cause.key for cause in found.causes] == ["alarms"]
+
+
+def test_monitors_that_never_judged_are_no_pass(finished_run, tmp_path):
+    """Passes after 10, 20, 30 and 40 updates."""
+    directory = tmp_path / "run"
+    shutil.copytree(finished_run, directory)
+    path = directory / "config.yaml"
+    text = path.read_text()
+
+    def found(after: int) -> Result:
+        path.write_text(text.replace("after_updates: 10", f"after_updates: {after}"))
+        return finished.monitors(finished.FinishedRun(directory))
+
+    assert "after_updates: 10" in text
+    edit(directory, "monitors.jsonl", lambda rs: [{**r, "beyond": []} for r in rs[:-1]])
+    edit(directory, "monitors.jsonl", lambda rs: [{**r, **dict.fromkeys(TEXTS, 0.0)} for r in rs])
+    assert found(10).passed
+    assert found(30).passed  # the last pass is the one that is judged
+    assert found(31).passed is None
+    assert found(31).figure == "nothing is judged before update 31 (monitors.after_updates)"
+    set_in("monitors.jsonl", -1, state_growth=9.0, beyond=["state_growth"])(directory)
+    assert found(30).passed
+    assert found(31).passed is False  # judged all the same
+    assert found(31).causes[0].key == "beyond"
+
+
+def test_a_report_says_that_nothing_was_judged(finished_run, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(finished_run, directory)
+    path, report = directory / "config.yaml", json.loads((directory / "report.json").read_text())
+    text = path.read_text()
+    passes = [{"update": update} for update in (10, 20, 30, 40)]
+
+    def words(after: int) -> str:
+        path.write_text(text.replace("after_updates: 10", f"after_updates: {after}"))
+        evaluations = [Evaluation(**figures) for figures in report["evaluations"]]
+        write_report(directory, {**report, "alarms": []}, evaluations, [], [], passes)
+        return (directory / "report.md").read_text()
+
+    assert "No alarm was raised.\n" in words(40)
+    line = "No alarm was raised: nothing is judged before update 41 (monitors.after_updates).\n"
+    assert line in words(41)
 
 
 def with_losses(run: Path, directory: Path, losses: list[float]) -> finished.FinishedRun:
