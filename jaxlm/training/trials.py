@@ -38,7 +38,7 @@ from jaxlm.training.compilation import CompileOnce
 from jaxlm.training.control import Control
 from jaxlm.training.manifest import inspect
 from jaxlm.training.metrics import BLOCKS, METRICS, read_records
-from jaxlm.training.planning import Plan, plan_training
+from jaxlm.training.planning import HOST_BUDGET, Plan, plan_training
 from jaxlm.training.scaling import CPU_FLOPS, affordable_flops, scaled, trial_config
 from jaxlm.training.spec import StepSpec, row_keys, step_spec
 
@@ -162,7 +162,9 @@ class Trials:
     # What `result` finds by name.
     checks: ClassVar[Sequence[Check[Any]]] = ()
 
-    def __init__(self, config: Config, device: Device | None = None, host_budget: int = 12 * 10**9):
+    def __init__(
+        self, config: Config, device: Device | None = None, host_budget: int = HOST_BUDGET
+    ):
         self.data: DataDirectory = ensure_prepared(config)
         self.sources = open_sources(config.data, self.data)
         self.windows = self._windows(config)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import importlib.util
 import itertools
 import json
 import os
@@ -797,6 +798,27 @@ def test_pinned_memory_that_cannot_be_had_is_said(monkeypatch):
     assert "are free" in preflight_memory._pin(10**6, 10**7)[0].text
 
 
+_PEAK = """
+import resource, sys
+import jax
+from jaxlm.training.preflight_memory import _pin
+
+jax.device_put(1.0).block_until_ready()
+before = 1024 * int(next(x for x in open("/proc/self/status") if x.startswith("VmRSS")).split()[1])
+assert _pin(10**9, 10**9) == []
+print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_pinned_memory_is_taken_once_and_not_twice():
+    """A gigabyte, and the piece of 2**27 bytes that it is filled from."""
+    if preflight_memory._free_host_memory() < 2 * 10**9:
+        pytest.skip("too little memory is free")
+    words = [sys.executable, "-c", _PEAK]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
+    assert 10**9 <= int(done.stdout) < 1.3e9
+
+
 # ---------------------------------------------------------------- finished runs
 
 
@@ -1075,11 +1097,32 @@ def test_the_command_writes_a_table_and_json_and_its_exit_code(data, tmp_path):
     assert stored["checks"][1]["numbers"]["documents"] == pytest.approx(2 / 3)
 
 
+def test_the_command_passes_the_host_budget_on(monkeypatch):
+    spec = importlib.util.spec_from_file_location("preflight", ROOT / "scripts/preflight.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    given = []
+
+    def stop(config, device, host_budget):
+        given.append(host_budget)
+        raise UserError("enough")
+
+    monkeypatch.setattr(script.preflight, "Preflight", stop)
+    words = ["preflight.py", "--config", str(ROOT / "configs/quickstart.yaml")]
+    for more in ([], ["--host-budget", "40GB"]):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        with pytest.raises(UserError, match="enough"):
+            script.main()
+    assert given == [12 * 10**9, 40 * 10**9]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "expected either --config FILE or --run DIR"),
         (["--run", "runs/none"], "runs/none: not a run"),
+        (["--run", "runs/none", "--host-budget", "8GB"], "leave out key=value, --device and"),
+        (["--config", "x.yaml", "--host-budget", "many"], "--host-budget many: expected a size"),
         (["--run", "runs/none", "--only", "speling"], "no check speling; one of records, blocks"),
     ],
 )
