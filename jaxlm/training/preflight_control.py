@@ -41,7 +41,14 @@ _ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 
 def _alone(config: Config, number: int) -> Config:
-    control = ControlConfig(controllers=(config.control.controllers[number],))
+    """The run with one of its controllers.
+
+    A rate that follows the depth drawn comes with the curriculum that the depth follows.
+    """
+    one = config.control.controllers[number]
+    also = [c for c in config.control.controllers if isinstance(one, RateByDepthConfig)]
+    also = [c for c in also if isinstance(c, CurriculumConfig) and c.quantity == "mean_depth"]
+    control = ControlConfig(controllers=(one, *also))
     return dataclasses.replace(config, control=control)
 
 
@@ -50,7 +57,7 @@ def _run(
     updates: int,
     loss: Callable[[int], float | None],
     validation: Callable[[int], float] | None = None,
-    depth: Callable[[float], int] = round,
+    depth: Callable[[int, float], int] = lambda update, mean: round(mean),
     norm: Callable[[int], float] = lambda update: 1.0,
 ) -> tuple[list[Settings], list[Decision]]:
     """What a controller does over a made-up run; half-way through it is saved and restored."""
@@ -65,7 +72,7 @@ def _run(
             figures: dict[str, Any] = dict.fromkeys(EVALUATION_FIELDS)
             figures |= {"update": update, "cross_entropy": validation(update // every - 1)}
             control.read_evaluation(figures)
-        settings.append(control.decide(update, depth))
+        settings.append(control.decide(update, functools.partial(depth, update)))
         record: dict[str, Any] = dict.fromkeys(UPDATE_FIELDS)
         record |= {"update": update, "loss": loss(update), "grad_norm": norm(update)}
         control.read_update(record)
@@ -90,15 +97,19 @@ class _Found:
 
 
 def _plateau(config: Config, settings: PlateauConfig) -> _Found:
+    # The first pass is the best so far; those after it do not improve.
     passes = settings.patience + 2
     updates = passes * config.evaluation.every + 1
     flat, made = _run(config, updates, _falling, lambda _: 4.0)
     due = (settings.patience + 1) * config.evaluation.every
+    # After the fall there is one pass more: enough for a second where none has to rest.
+    falls = 1 + (passes - 1 - settings.patience) // (settings.cooldown + settings.patience)
+    wanted = max(settings.factor**falls, settings.minimum)
     dull, keen = [], []
     if [d.update for d in made[:1]] != [due]:
         dull.append(f"a loss that stands still for {settings.patience} passes does not lower it")
-    elif not math.isclose(flat[-1].rate_multiplier, max(settings.factor, settings.minimum)):
-        dull.append(f"it falls to {flat[-1].rate_multiplier:g} instead of {settings.factor:g}")
+    elif not math.isclose(flat[-1].rate_multiplier, wanted):
+        dull.append(f"it falls to {flat[-1].rate_multiplier:g} instead of {wanted:g}")
     _, made = _run(config, updates, _falling, lambda i: 9.0 - i * (2 * settings.improvement + 1e-3))
     if made:
         keen.append(f"a loss that falls by {2 * settings.improvement + 1e-3:g} a pass lowers it")
@@ -176,19 +187,26 @@ def _curriculum(config: Config, settings: CurriculumConfig) -> _Found:
 
 
 def _rate_by_depth(config: Config, settings: RateByDepthConfig) -> _Found:
-    mean, dull, keen = config.depth.mean, [], []
-    other = config.depth.maximum if config.depth.maximum != mean else config.depth.minimum
-    made, _ = _run(config, 2, _falling, depth=lambda _: other)
-    wanted = (mean / other) ** settings.power
-    if other == mean:
-        dull.append("the depth never differs from its mean, so it never acts")
-    elif not math.isclose(made[0].rate_multiplier, wanted, rel_tol=1e-6):
-        dull.append(f"depth {other} gives {made[0].rate_multiplier:g}, not {wanted:g}")
-    if float(mean).is_integer():
-        made, _ = _run(config, 2, _falling, depth=lambda _: int(mean))
-        if made[0].rate_multiplier != 1:
-            keen.append(f"the mean depth gives {made[0].rate_multiplier:g}, not 1")
-    return _Found(f"{wanted:.3g} at depth {other}", dull, keen)
+    """Judged at the depths that the run itself draws, as far as it goes."""
+    draw = functools.partial(draw_depth, config.depth, config.run.seed)
+    updates = min(config.training.updates or _LONGEST, _LONGEST)
+    made, _ = _run(config, updates, _falling, depth=draw)
+    dull, keen = [], []
+    deepest = max(made, key=lambda one: (one.depth, one.mean_depth))
+    for one in made:
+        wanted = (one.mean_depth / one.depth) ** settings.power
+        found = f"depth {one.depth} gives {one.rate_multiplier:g}, not {wanted:g}"
+        if one.depth == one.mean_depth and one.rate_multiplier != 1:
+            keen.append(found)
+        elif not math.isclose(one.rate_multiplier, wanted, rel_tol=1e-6):
+            dull.append(found)
+    if all(one.depth == one.mean_depth for one in made):
+        dull.append(
+            f"every depth drawn is the mean, {deepest.depth}, so it never changes anything: "
+            f"depth.distribution is {config.depth.distribution}"
+        )
+    acted = f"{deepest.rate_multiplier:.3g} at depth {deepest.depth}"
+    return _Found(acted, list(dict.fromkeys(dull)), list(dict.fromkeys(keen)))
 
 
 def _some_run(config: Config, updates: int, resumed: bool) -> list[Settings]:

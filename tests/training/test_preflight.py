@@ -61,6 +61,7 @@ from jaxlm.models.stack import Stack
 from jaxlm.training import compilation, finished, loop, preflight_memory, step
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.checks import Cause, Result, ranked, result
+from jaxlm.training.control import Plateau
 from jaxlm.training.monitors import TEXTS
 from jaxlm.training.preflight import CHECKS, Preflight
 from jaxlm.training.preflight_control import check_control
@@ -605,6 +606,45 @@ def test_every_kind_of_controller_passes_with_its_defaults():
     assert found.passed, found.causes
     # (6 / 12) ** 0.5
     assert "0.707 at depth 12" in found.figure
+
+
+@pytest.mark.parametrize(
+    ("settings", "multiplier"),
+    [
+        # The best, `patience` passes that lower the rate, and one more that does so once again.
+        (PlateauConfig(patience=1, cooldown=0), 0.25),
+        (PlateauConfig(patience=1, cooldown=0, factor=0.5, minimum=0.3), 0.3),
+        (PlateauConfig(patience=1, cooldown=1), 0.5),
+        (PlateauConfig(patience=2, cooldown=0), 0.5),
+    ],
+)
+def test_a_plateau_may_fall_as_often_as_its_settings_have_it(settings, multiplier, monkeypatch):
+    found = check_control(controlled(settings))
+    assert found.passed, found.causes
+    # Any other value is wrong.
+    monkeypatch.setattr(Plateau, "decide", lambda self, *_: (self.state["multiplier"] ** 1.1, ""))
+    found = check_control(controlled(settings))
+    assert found.causes[0].text.endswith(f"falls to {multiplier**1.1:g} instead of {multiplier:g}")
+
+
+def test_a_rate_by_depth_is_judged_at_depths_that_can_be_drawn():
+    # Uniform from 1 to 2 * 6 - 1 = 11, whatever the maximum.
+    config = controlled(RateByDepthConfig())
+    config = dataclasses.replace(config, depth=DepthConfig("uniform", mean=6.0, maximum=16))
+    found = check_control(config)
+    assert found.passed
+    assert f"{(6 / 11) ** 0.5:.3g} at depth 11" in found.figure
+
+
+def test_a_rate_by_depth_that_never_differs_is_found():
+    fixed = DepthConfig("fixed", mean=6.0, maximum=16)
+    found = check_control(dataclasses.replace(controlled(RateByDepthConfig()), depth=fixed))
+    assert not found.passed
+    assert [cause.key for cause in found.causes] == ["control_dull:rate_by_depth[0]"]
+    assert "depth.distribution is fixed" in found.causes[0].text
+    # On the way of a curriculum, the mean and the depth that it is rounded to do differ.
+    growing = controlled(RateByDepthConfig(power=1.0), CurriculumConfig(updates=1000))
+    assert check_control(dataclasses.replace(growing, depth=fixed)).passed
 
 
 @pytest.mark.parametrize(
