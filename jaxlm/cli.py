@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ from jaxlm import environment
 from jaxlm.config import Config, load
 from jaxlm.errors import Failure, UserError
 from jaxlm.output import lasting_output
+
+_UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -39,6 +42,29 @@ def config_from(arguments: argparse.Namespace) -> Config:
     Parse with `parse_intermixed_args`, so that options may stand between settings.
     """
     return load(arguments.config, arguments.overrides)
+
+
+def size(text: str, option: str) -> int:
+    """Bytes of a size such as 22.6GB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?) ?([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise UserError(f"{option} {text}: expected a size such as 22.6GB or 21GiB")
+    return round(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def add_host_budget(to: argparse.ArgumentParser) -> None:
+    """Add ``--host-budget SIZE``, read by :func:`host_budget_of`."""
+    to.add_argument(
+        "--host-budget",
+        metavar="SIZE",
+        help="pinned host memory that may be used; default: 12GB",
+    )
+
+
+def host_budget_of(options: argparse.Namespace, default: int) -> int:
+    """Bytes that ``--host-budget`` names."""
+    words = options.host_budget
+    return default if words is None else size(words, "--host-budget")
 
 
 def run_script(main: Callable[[], int], judge_output: bool = True) -> None:

@@ -12,18 +12,18 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"  # or the GPU compiler asks for cuDNN
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
 import rich.table
 
-from jaxlm.cli import config_from, parser, run_script
+from jaxlm.cli import add_host_budget, config_from, host_budget_of, parser, run_script, size
 from jaxlm.console import console, new_table, tracked
 from jaxlm.errors import UserError
 from jaxlm.files import write_json
 from jaxlm.memory.devices import DEVICES, Device, read_device
 from jaxlm.training.planning import (
+    HOST_BUDGET,
     PARTS,
     Plan,
     alternatives,
@@ -32,8 +32,6 @@ from jaxlm.training.planning import (
     memory_table,
     plan_training,
 )
-
-UNITS = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
 def arguments() -> argparse.Namespace:
@@ -53,25 +51,12 @@ def arguments() -> argparse.Namespace:
         metavar="SIZE",
         help="device memory that may be used, such as 22.6GB or 21GiB; default: 88.8 %% of it",
     )
-    result.add_argument(
-        "--host-budget",
-        metavar="SIZE",
-        default="12GB",  # WSL2 hands out half of a machine's memory
-        help="pinned host memory that may be used; default: 12GB",
-    )
+    add_host_budget(result)
     result.add_argument("--json", metavar="FILE", help="also write the result there")
     result.add_argument(
         "--suggest", action="store_true", help="also compile settings that may take less memory"
     )
     return result.parse_intermixed_args()
-
-
-def size(text: str, option: str) -> int:
-    """Bytes of a size such as 22.6GB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?) ?([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in UNITS:
-        raise UserError(f"{option} {text}: expected a size such as 22.6GB or 21GiB")
-    return round(float(match[1]) * UNITS[match[2].upper()])
 
 
 def device_of(options: argparse.Namespace) -> Device:
@@ -168,7 +153,7 @@ def main() -> int:
     options = arguments()
     config, device = config_from(options), device_of(options)
     budget = size(options.budget, "--budget") if options.budget else default_budget(device)
-    host_budget = size(options.host_budget, "--host-budget")
+    host_budget = host_budget_of(options, HOST_BUDGET)
     out = console()
     plan = plan_training(config, device)
     training = plan.config.training

@@ -17,7 +17,7 @@ from typing import Any
 import rich.markup
 import rich.table
 
-from jaxlm.cli import parser, run_script
+from jaxlm.cli import add_host_budget, host_budget_of, parser, run_script
 from jaxlm.config import load
 from jaxlm.console import console, progress
 from jaxlm.errors import UserError
@@ -25,6 +25,7 @@ from jaxlm.files import write_json
 from jaxlm.memory.devices import DEVICES, Device
 from jaxlm.training import finished, preflight
 from jaxlm.training.checks import Check, Result, ranked
+from jaxlm.training.planning import HOST_BUDGET
 
 _STATES = {True: "[green]pass[/]", False: "[bold red]FAIL[/]", None: "[dim]skipped[/]"}
 
@@ -39,13 +40,16 @@ def arguments() -> argparse.Namespace:
     result.add_argument(
         "--device", metavar="NAME", help=f"plan memory for one of {', '.join(DEVICES)}"
     )
+    add_host_budget(result)
     result.add_argument("--only", metavar="NAME,...", help="make these checks alone")
     result.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     options = result.parse_intermixed_args()
     if bool(options.config) == bool(options.run):
         raise UserError("expected either --config FILE or --run DIR")
-    if options.run and (options.overrides or options.device):
-        raise UserError("--run takes its settings from the run: leave out key=value and --device")
+    if options.run and (options.overrides or options.device or options.host_budget):
+        raise UserError(
+            "--run takes its settings from the run: leave out key=value, --device and --host-budget"
+        )
     return options
 
 
@@ -131,7 +135,9 @@ def main() -> int:
             results = finished.run_checks(options.run, names, advance)
     else:
         names, device = chosen(preflight.CHECKS, options.only), device_of(options.device)
-        trial = preflight.Preflight(load(options.config, options.overrides), device)
+        host_budget = host_budget_of(options, HOST_BUDGET)
+        config = load(options.config, options.overrides)
+        trial = preflight.Preflight(config, device, host_budget)
         with progress("Preflight", len(names), line_every=1) as advance:
             results = preflight.run_checks(trial, names, advance)
         notes, samples = trial.notes, trial.samples

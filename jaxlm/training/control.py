@@ -25,6 +25,7 @@ from jaxlm.config import (
     RateByDepthConfig,
     SpikeConfig,
 )
+from jaxlm.errors import UserError
 from jaxlm.models.depth import curriculum
 from jaxlm.training.rewind import median_and_deviation
 
@@ -226,8 +227,10 @@ def build(config: Config) -> list[Controller]:
             controllers.append(Plateau(settings))
         elif isinstance(settings, GradientNormConfig):
             controllers.append(GradientNorm(settings))
-        else:
+        elif isinstance(settings, SpikeConfig):
             controllers.append(Spike(settings))
+        else:
+            raise TypeError(f"{type(settings).__name__}: its controller is missing in {__name__}")
     return controllers
 
 
@@ -266,6 +269,9 @@ class Control:
     Args:
         config: of the run.
         controllers: instead of those that the configuration names.
+
+    Raises:
+        UserError: several of them set one depth.
     """
 
     def __init__(self, config: Config, controllers: Sequence[Controller] | None = None):
@@ -276,9 +282,12 @@ class Control:
             "mean_depth": config.depth.mean,
             "backprop_depth": float(config.depth.max_backprop),
         }
-        owners = [c.quantity for c in self.controllers if c.quantity != "rate_multiplier"]
-        if len(set(owners)) < len(owners):
-            raise ValueError(f"several controllers set one of {', '.join(owners)}")
+        for quantity in ("mean_depth", "backprop_depth"):
+            owners = [_label(self.controllers[n], n) for n in self._of(quantity)]
+            if len(owners) > 1:
+                raise UserError(
+                    f"control.controllers: {' and '.join(owners)} set {quantity}; keep one of them"
+                )
         self._values = [self._neutral[controller.quantity] for controller in self.controllers]
         # Records that do not count yet: (first update that they count for, kind, record).
         self._waiting: list[tuple[int, str, dict[str, Any]]] = []
@@ -360,6 +369,11 @@ class Control:
                     controller.state, self._values[number] = entry["state"], entry["value"]
                     left.remove(entry)
                     break
+
+
+def _label(controller: Controller, number: int) -> str:
+    """What a configuration calls it, and its place there."""
+    return f"{getattr(controller.settings, 'kind', type(controller).__name__)}[{number}]"
 
 
 def _identity(controller: Controller) -> list[Any]:

@@ -17,10 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlm.config import Config
+from jaxlm.config import Config, Monitor
 from jaxlm.data.pipeline import Windows, open_sources, training_windows
 from jaxlm.data.shards import DataDirectory
 from jaxlm.errors import Failure, UserError
+from jaxlm.evaluation.report import not_judged
 from jaxlm.models.depth import draw_depth
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.checks import Cause, Check, Result, listed, result, skipped
@@ -38,7 +39,7 @@ from jaxlm.training.metrics import (
     STARTS,
     read_records,
 )
-from jaxlm.training.monitors import Alarms
+from jaxlm.training.monitors import TEXTS, Alarms
 from jaxlm.training.optimizer import build_schedule
 from jaxlm.training.rewind import Rewinds
 from jaxlm.training.spec import step_spec
@@ -290,11 +291,19 @@ def monitors(of: FinishedRun) -> Result:
         return skipped(name, "the model has no depth")
     if not of.monitors:
         return skipped(name, "monitors.jsonl is empty")
-    alarms, replayed = Alarms(of.config), []
+    alarms = Alarms(of.config)
+    wrong: list[str] = []
     for record in of.monitors:
-        # What JSON cannot write stands as null: an overflow is in `beyond`, and alarms follow that.
-        alarms._follow(record["update"], record["beyond"])
-        replayed.append(list(alarms.raised))
+        update, logged_beyond = record["update"], record["beyond"]
+        beyond = _beyond(alarms, record) if update >= of.since else logged_beyond
+        wrong += [
+            f"{monitor} of update {update} is {_short(record[monitor])} and logged as "
+            f"{'beyond' if monitor in logged_beyond else 'not beyond'} its threshold "
+            f"({getattr(of.config.monitors, monitor)}, judged from update {alarms.first:,} on)"
+            for monitor in TEXTS
+            if (monitor in beyond) != (monitor in logged_beyond)
+        ]
+        alarms._follow(update, beyond)
     standing: list[str] = list(alarms.raised)
     logged: list[str] = []
     for alarm in of.alarms:
@@ -313,11 +322,16 @@ def monitors(of: FinishedRun) -> Result:
         for monitor in standing
         if monitor in last
     ]
+    if wrong:
+        causes.append(Cause("beyond", f"{wrong[0]} ({len(wrong)} such)", 0.95))
     if sorted(standing) != sorted(logged) and not of.since:
         text = f"alarms.jsonl leaves {listed(logged) or 'none'} standing, the figures "
         text += f"{listed(standing) or 'none'} (was monitors.window changed on the way?)"
         causes.append(Cause("alarms", text, 0.8))
     raised = sum(alarm["event"] == "raised" for alarm in of.alarms)
+    early = not_judged(of.config, of.monitors)
+    if early is not None and not causes:
+        return skipped(name, early)
     return result(
         name,
         not causes,
@@ -327,7 +341,22 @@ def monitors(of: FinishedRun) -> Result:
         f"{of.directory / MONITORS}; docs/control.md",
         raised=raised,
         standing=standing,
+        wrong_verdicts=len(wrong),
     )
+
+
+def _beyond(alarms: Alarms, record: dict[str, Any]) -> list[Monitor]:
+    """Monitors whose logged figure is beyond its threshold.
+
+    What JSON cannot write stands as null, an overflow as well as what is not a number: of those the
+    logged verdict is the one that there is.
+    """
+    due = alarms.beyond(record["update"], record)
+    return [
+        monitor
+        for monitor in TEXTS
+        if monitor in (record["beyond"] if record[monitor] is None else due)
+    ]
 
 
 def _short(value: float | None) -> str:
@@ -393,11 +422,12 @@ def _all_finite(of: FinishedRun, update: int) -> bool:
 def loss_falls(of: FinishedRun) -> Result:
     """The loss at the end is below that at the beginning, and did not rise again for good."""
     losses = [r["cross_entropy"] for r in of.metrics if r["cross_entropy"] is not None]
-    tenth = max(1, len(losses) // 10)
     if not losses:
         cause = Cause("nonfinite", "no update has a finite loss", 0.95)
         return result("loss_falls", False, "not finite", "", [cause], "optim.learning_rate")
-    parts = [statistics.fmean(losses[i : i + tenth]) for i in range(0, len(losses), tenth)]
+    # Ten parts whose lengths differ by one at most: the mean of a short rest would be mere noise.
+    tenths = np.array_split(np.asarray(losses), min(10, len(losses)))
+    parts = [float(part.mean()) for part in tenths]
     fell, limit = parts[0] - parts[-1], of.settings.loss_fall
     rose = parts[-1] - min(parts)
     causes = []
@@ -413,7 +443,7 @@ def loss_falls(of: FinishedRun) -> Result:
         text = f"{tokens:,} target tokens are too few, or the data is without order"
         causes.append(Cause("too_short", text, 0.2))
     if rose > limit:
-        at = parts.index(min(parts)) * tenth
+        at = sum(map(len, tenths[: parts.index(min(parts))]))
         text = f"the loss was {rose:.2f} lower about update {at}: it diverged, the rate is too high"
         causes.append(Cause("rate_high", text, 0.85))
     return result(
@@ -481,22 +511,30 @@ def data_wait(of: FinishedRun) -> Result:
 
 
 def depth_order(of: FinishedRun) -> Result:
-    """At the last pass of the monitors, the mean depth was not worse than depth 1."""
+    """At the last pass of the monitors, the mean depth was not worse than depth 1, nor the same."""
     name = "depth_order"
     if not of.recurrent:
         return skipped(name, "the model has no depth")
     if not of.monitors:
         return skipped(name, "monitors.jsonl is empty")
     last = of.monitors[-1]
+    if last["depth"] == 1:
+        return skipped(name, "a mean depth of 1")
     one, mean, limit = last["loss_1"], last["loss_mean"], of.settings.depth_order
     worse = math.inf if one is None or mean is None else mean - one
-    text = f"depth {last['depth']} is worse than depth 1 by {worse:.2f} nats: the state drifts"
+    causes = []
+    if one is not None and one == mean:
+        text = f"depth 1 and {last['depth']} give the same loss to the last digit: depth is ignored"
+        causes.append(Cause("depth_ignored", text, 0.9))
+    if worse > limit:
+        text = f"depth {last['depth']} is worse than depth 1 by {worse:.2f} nats: the state drifts"
+        causes.append(Cause("depth_order", text, 0.7))
     return result(
         name,
-        worse <= limit,
+        not causes,
         f"{_short(one)} at depth 1, {_short(mean)} at {last['depth']}",
-        f"not above by {limit:g}",
-        [Cause("depth_order", text, 0.7)],
+        f"not above by {limit:g}, nor the same",
+        causes,
         "relative_residual and state_norm in monitors.jsonl",
         depth_1=one,
         depth_mean=mean,

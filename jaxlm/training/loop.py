@@ -747,6 +747,8 @@ class _Profiling:
         self._phases = Phases(run.spec) if self._left else None
         self._records: list[dict[str, float]] = []
         self._ended: float | None = None
+        # Seconds of evaluation and saving when the last profiled update ended.
+        self._apart = 0.0
         self._tracing = False
 
     def before(self, update: int) -> None:
@@ -758,15 +760,38 @@ class _Profiling:
             self._tracing = True
             jax.profiler.start_trace(str(self._run.directory / "trace"))
         elif self._tracing and update >= stop:
-            self.close()
+            self._end_trace()
+
+    def _end_trace(self) -> None:
+        self._tracing = False
+        jax.block_until_ready(self._run.state)
+        jax.profiler.stop_trace()
+        print(f"Trace written to {self._run.directory / 'trace'}", flush=True)
 
     def close(self) -> None:
-        """End the trace, if there is one."""
+        """At the end of the updates, end what one more of them would have ended."""
         if self._tracing:
-            self._tracing = False
-            jax.block_until_ready(self._run.state)
-            jax.profiler.stop_trace()
-            print(f"Trace written to {self._run.directory / 'trace'}", flush=True)
+            self._end_trace()
+        if self._phases is None:
+            return
+        self._after_update(time.perf_counter(), 0.0)
+        if self._left == 0:
+            self._finish()
+        else:
+            made = f"{len(self._records)} of {self._settings.updates} updates"
+            print(f"No {PROFILE}: {made} were profiled before the run ended", flush=True)
+
+    def _evaluating_and_saving(self) -> float:
+        """Seconds of these so far, as the run accounts for them."""
+        goodput = self._run.goodput
+        goodput.switch(goodput.switch("training"))  # counts what has not been counted yet
+        return goodput._seconds["evaluation"] + goodput._seconds["checkpoint"]
+
+    def _after_update(self, now: float, data_seconds: float) -> None:
+        """What the host did since the last profiled update, but for data, evaluation and saving."""
+        if self._ended is not None:
+            apart = self._evaluating_and_saving() - self._apart
+            self._records[-1]["host"] = now - self._ended - data_seconds - apart
 
     @contextlib.contextmanager
     def timing(self, update: int, arguments: Any, settings: Settings) -> Iterator[None]:
@@ -777,8 +802,7 @@ class _Profiling:
             return
         jax.block_until_ready(run.state)
         began = time.perf_counter()
-        if self._ended is not None:
-            self._records[-1]["host"] = began - self._ended - run.data_seconds
+        self._after_update(began, run.data_seconds)
         window, *scalars = arguments
         if self._left == 0:
             self._finish()
@@ -790,6 +814,7 @@ class _Profiling:
         yield
         jax.block_until_ready(run.state)
         self._ended = time.perf_counter()
+        self._apart = self._evaluating_and_saving()
         length = window["tokens"].shape[-1] - 1
         self._left -= 1
         self._records.append(

@@ -32,6 +32,9 @@ from jaxlm.training.step import init_state, train_step
 # what is no buffer of the step: windows that are prefetched, workspaces of cuBLAS, fragmentation
 # of the allocator. On an RTX 3090 this gives 22.6 GB.
 BUDGET_SHARE = 0.95 * 0.935
+# Bytes of pinned host memory that a run may take where nobody says more: WSL2 hands out half of a
+# machine's memory.
+HOST_BUDGET = 12 * 10**9
 
 # Horizon where training.updates is null. The number does not change the program's memory.
 _UPDATES = 1000

@@ -1,10 +1,13 @@
 """Whether the configured controllers act where they must, and only there, on made-up curves.
 
 Each controller is put alone into :class:`jaxlm.training.control.Control` and fed the records of a
-run that must make it act, and of one that must not, in the order in which a run would.
+run that must make it act, and of one that must not, in the order in which a run would. When that
+is, only its kind knows: a kind without curves of its own (see CURVES) is held to what holds for
+every controller, that an interruption changes nothing.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from jaxlm.config import (
     RateByDepthConfig,
     SpikeConfig,
 )
+from jaxlm.models.depth import draw_depth
 from jaxlm.training.checks import Cause, Result, result, skipped
 from jaxlm.training.control import EVALUATION_FIELDS, UPDATE_FIELDS, Control, Decision, Settings
 
@@ -30,10 +34,21 @@ _NOISE = 0.1
 _JUMP = 1.0
 # Updates that a made-up run takes at most where a controller's own time is longer.
 _LONGEST = 5000
+# Updates of the made-up run of a kind without curves.
+_SOME = 1200
+# What code that is new here may raise.
+_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def _alone(config: Config, number: int) -> Config:
-    control = ControlConfig(controllers=(config.control.controllers[number],))
+    """The run with one of its controllers.
+
+    A rate that follows the depth drawn comes with the curriculum that the depth follows.
+    """
+    one = config.control.controllers[number]
+    also = [c for c in config.control.controllers if isinstance(one, RateByDepthConfig)]
+    also = [c for c in also if isinstance(c, CurriculumConfig) and c.quantity == "mean_depth"]
+    control = ControlConfig(controllers=(one, *also))
     return dataclasses.replace(config, control=control)
 
 
@@ -42,7 +57,7 @@ def _run(
     updates: int,
     loss: Callable[[int], float | None],
     validation: Callable[[int], float] | None = None,
-    depth: Callable[[float], int] = round,
+    depth: Callable[[int, float], int] = lambda update, mean: round(mean),
     norm: Callable[[int], float] = lambda update: 1.0,
 ) -> tuple[list[Settings], list[Decision]]:
     """What a controller does over a made-up run; half-way through it is saved and restored."""
@@ -57,7 +72,7 @@ def _run(
             figures: dict[str, Any] = dict.fromkeys(EVALUATION_FIELDS)
             figures |= {"update": update, "cross_entropy": validation(update // every - 1)}
             control.read_evaluation(figures)
-        settings.append(control.decide(update, depth))
+        settings.append(control.decide(update, functools.partial(depth, update)))
         record: dict[str, Any] = dict.fromkeys(UPDATE_FIELDS)
         record |= {"update": update, "loss": loss(update), "grad_norm": norm(update)}
         control.read_update(record)
@@ -77,18 +92,24 @@ class _Found:
     acted: str
     too_dull: list[str]
     too_keen: list[str]
+    # What would be wrong of a controller of any kind.
+    broken: list[str] = dataclasses.field(default_factory=list)
 
 
 def _plateau(config: Config, settings: PlateauConfig) -> _Found:
+    # The first pass is the best so far; those after it do not improve.
     passes = settings.patience + 2
     updates = passes * config.evaluation.every + 1
     flat, made = _run(config, updates, _falling, lambda _: 4.0)
     due = (settings.patience + 1) * config.evaluation.every
+    # After the fall there is one pass more: enough for a second where none has to rest.
+    falls = 1 + (passes - 1 - settings.patience) // (settings.cooldown + settings.patience)
+    wanted = max(settings.factor**falls, settings.minimum)
     dull, keen = [], []
     if [d.update for d in made[:1]] != [due]:
         dull.append(f"a loss that stands still for {settings.patience} passes does not lower it")
-    elif not math.isclose(flat[-1].rate_multiplier, max(settings.factor, settings.minimum)):
-        dull.append(f"it falls to {flat[-1].rate_multiplier:g} instead of {settings.factor:g}")
+    elif not math.isclose(flat[-1].rate_multiplier, wanted):
+        dull.append(f"it falls to {flat[-1].rate_multiplier:g} instead of {wanted:g}")
     _, made = _run(config, updates, _falling, lambda i: 9.0 - i * (2 * settings.improvement + 1e-3))
     if made:
         keen.append(f"a loss that falls by {2 * settings.improvement + 1e-3:g} a pass lowers it")
@@ -166,19 +187,98 @@ def _curriculum(config: Config, settings: CurriculumConfig) -> _Found:
 
 
 def _rate_by_depth(config: Config, settings: RateByDepthConfig) -> _Found:
-    mean, dull, keen = config.depth.mean, [], []
-    other = config.depth.maximum if config.depth.maximum != mean else config.depth.minimum
-    made, _ = _run(config, 2, _falling, depth=lambda _: other)
-    wanted = (mean / other) ** settings.power
-    if other == mean:
-        dull.append("the depth never differs from its mean, so it never acts")
-    elif not math.isclose(made[0].rate_multiplier, wanted, rel_tol=1e-6):
-        dull.append(f"depth {other} gives {made[0].rate_multiplier:g}, not {wanted:g}")
-    if float(mean).is_integer():
-        made, _ = _run(config, 2, _falling, depth=lambda _: int(mean))
-        if made[0].rate_multiplier != 1:
-            keen.append(f"the mean depth gives {made[0].rate_multiplier:g}, not 1")
-    return _Found(f"{wanted:.3g} at depth {other}", dull, keen)
+    """Judged at the depths that the run itself draws, as far as it goes."""
+    draw = functools.partial(draw_depth, config.depth, config.run.seed)
+    updates = min(config.training.updates or _LONGEST, _LONGEST)
+    made, _ = _run(config, updates, _falling, depth=draw)
+    dull, keen = [], []
+    deepest = max(made, key=lambda one: (one.depth, one.mean_depth))
+    for one in made:
+        wanted = (one.mean_depth / one.depth) ** settings.power
+        found = f"depth {one.depth} gives {one.rate_multiplier:g}, not {wanted:g}"
+        if one.depth == one.mean_depth and one.rate_multiplier != 1:
+            keen.append(found)
+        elif not math.isclose(one.rate_multiplier, wanted, rel_tol=1e-6):
+            dull.append(found)
+    if all(one.depth == one.mean_depth for one in made):
+        dull.append(
+            f"every depth drawn is the mean, {deepest.depth}, so it never changes anything: "
+            f"depth.distribution is {config.depth.distribution}"
+        )
+    acted = f"{deepest.rate_multiplier:.3g} at depth {deepest.depth}"
+    return _Found(acted, list(dict.fromkeys(dull)), list(dict.fromkeys(keen)))
+
+
+def _some_run(config: Config, updates: int, resumed: bool) -> list[Settings]:
+    """What a controller does in a run that has a bit of everything.
+
+    The loss falls, stands still from the middle on, jumps once, and once is not finite. `resumed`
+    saves and restores before each update, so that memory outside the state never fills.
+    """
+    control, made = Control(config), []
+
+    def draw(update: int, mean: float) -> int:
+        recurrent = config.model.kind == "recurrent"
+        return draw_depth(config.depth, config.run.seed, update, mean) if recurrent else 0
+
+    every = config.evaluation.every
+    for update in range(updates):
+        if resumed:
+            stored = control.state()
+            control = Control(config)
+            control.restore(stored)
+        if every and update and update % every == 0:
+            loss = _falling(min(update, updates // 2))
+            figures: dict[str, Any] = dict.fromkeys(EVALUATION_FIELDS, 0.5)
+            figures |= {"update": update, "tokens": 1000 * update, "cross_entropy": loss}
+            figures["depth"] = round(config.depth.mean)
+            control.read_evaluation(figures)
+        settings = control.decide(update, functools.partial(draw, update))
+        made.append(settings)
+        finite = update != updates // 3
+        loss = _falling(update) + (_JUMP if update == 2 * updates // 3 else 0.0)
+        record: dict[str, Any] = dict.fromkeys(UPDATE_FIELDS, 1.0 if finite else None)
+        record |= {"update": update, "tokens": 1000 * (update + 1), "applied": finite}
+        record |= {"depth": settings.depth, "backprop_depth": settings.backprop_depth}
+        if finite:
+            record |= {"loss": loss, "cross_entropy": loss, "grad_norm": loss / 3.0}
+        control.read_update(record)
+    return made
+
+
+def _other(config: Config, settings: Any) -> _Found:
+    """A kind that no curve is known for: its values are numbers, and a save changes none."""
+    del settings
+    updates = max(_SOME, min(4 * config.evaluation.every, _LONGEST))
+    broken = []
+    try:
+        whole = _some_run(config, updates, resumed=False)
+        decisions = [decision for one in whole for decision in one.decisions]
+        unusable = [d for d in decisions if not math.isfinite(d.new)]
+        if unusable:
+            broken.append(f"its value at update {unusable[0].update} is {unusable[0].new}")
+        resumed = _some_run(config, updates, resumed=True)
+        other = [n for n, pair in enumerate(zip(whole, resumed, strict=True)) if pair[0] != pair[1]]
+        if other:
+            broken.append(
+                f"it decides otherwise at update {other[0]} when the run is saved and resumed: "
+                "what it remembers must be in self.state"
+            )
+    except _ERRORS as error:
+        decisions = []
+        broken.append(f"{type(error).__name__}: {error}")
+    acted = f"makes {len(decisions)} decisions in {updates:,} updates, the same across saves"
+    return _Found("is broken" if broken else f"{acted}; no curve is known for it", [], [], broken)
+
+
+# By settings, the curves that a kind must act on and must not: a new kind's go here.
+CURVES: dict[type, Callable[[Config, Any], _Found]] = {
+    PlateauConfig: _plateau,
+    SpikeConfig: _spike,
+    GradientNormConfig: _gradient_norm,
+    CurriculumConfig: _curriculum,
+    RateByDepthConfig: _rate_by_depth,
+}
 
 
 def check_control(config: Config) -> Result:
@@ -193,16 +293,7 @@ def check_control(config: Config) -> Result:
     for number, settings in enumerate(config.control.controllers):
         one = _alone(config, number)
         label = f"{settings.kind}[{number}]"
-        if isinstance(settings, PlateauConfig):
-            found.append((label, _plateau(one, settings)))
-        elif isinstance(settings, SpikeConfig):
-            found.append((label, _spike(one, settings)))
-        elif isinstance(settings, GradientNormConfig):
-            found.append((label, _gradient_norm(one, settings)))
-        elif isinstance(settings, CurriculumConfig):
-            found.append((label, _curriculum(one, settings)))
-        else:
-            found.append((label, _rate_by_depth(one, settings)))
+        found.append((label, CURVES.get(type(settings), _other)(one, settings)))
     causes = []
     for label, what in found:
         causes += [
@@ -212,6 +303,10 @@ def check_control(config: Config) -> Result:
         causes += [
             Cause(f"control_keen:{label}", f"{label} acts without need: {why}", 0.9)
             for why in what.too_keen
+        ]
+        causes += [
+            Cause(f"control_broken:{label}", f"{label} cannot be relied on: {why}", 0.9)
+            for why in what.broken
         ]
     return result(
         name,

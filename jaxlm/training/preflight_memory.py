@@ -20,6 +20,8 @@ from jaxlm.training.trials import (
 
 # Share of free host memory that pinned memory may take.
 _HOST_SHARE = 0.9
+# Bytes of pinned memory that are taken at a time: what fills them is host memory too.
+_PIECE = 2**27
 
 _BY_KIND = {device.kind: device for device in DEVICES.values()}
 
@@ -100,13 +102,18 @@ def _pin(size: int, budget: int) -> list[Cause]:
     kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
     kind = "pinned_host" if "pinned_host" in kinds else None
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+    source, held = np.ones(min(size, _PIECE), np.uint8), []
     try:
-        held = jax.device_put(np.ones(size, np.uint8), place)
-        held.block_until_ready()
-        held.delete()
+        for taken in range(0, size, _PIECE):
+            piece = source[: min(_PIECE, size - taken)]
+            held.append(jax.device_put(piece, place))
+            held[-1].block_until_ready()
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         text = f"{size_text(size)} of pinned host memory were refused: {str(error).splitlines()[0]}"
         return [Cause("host_memory", text, 0.95)]
+    finally:
+        for piece in held:
+            piece.delete()
     return []
 
 

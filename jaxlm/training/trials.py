@@ -35,9 +35,10 @@ from jaxlm.training import loop, step
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.checks import Cause, Check, Result
 from jaxlm.training.compilation import CompileOnce
+from jaxlm.training.control import Control
 from jaxlm.training.manifest import inspect
 from jaxlm.training.metrics import BLOCKS, METRICS, read_records
-from jaxlm.training.planning import Plan, plan_training
+from jaxlm.training.planning import HOST_BUDGET, Plan, plan_training
 from jaxlm.training.scaling import CPU_FLOPS, affordable_flops, scaled, trial_config
 from jaxlm.training.spec import StepSpec, row_keys, step_spec
 
@@ -161,11 +162,14 @@ class Trials:
     # What `result` finds by name.
     checks: ClassVar[Sequence[Check[Any]]] = ()
 
-    def __init__(self, config: Config, device: Device | None = None, host_budget: int = 12 * 10**9):
+    def __init__(
+        self, config: Config, device: Device | None = None, host_budget: int = HOST_BUDGET
+    ):
         self.data: DataDirectory = ensure_prepared(config)
         self.sources = open_sources(config.data, self.data)
         self.windows = self._windows(config)
         self.config = loop.resolve_config(config, self.data, self.windows)
+        Control(self.config)  # trials are made without controllers, the run is not
         self.settings = config.preflight
         self.device, self.host_budget = device, host_budget
         self.trial_scaled, self.notes = scaled(self.config, affordable_flops(self.config))

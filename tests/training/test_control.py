@@ -47,11 +47,13 @@ from jaxlm.training.control import (
     EVALUATION_FIELDS,
     UPDATE_FIELDS,
     Control,
+    Controller,
     Drawn,
     GradientNorm,
     Plateau,
     RateByDepth,
     Spike,
+    build,
 )
 from jaxlm.training.metrics import read_records
 from jaxlm.training.optimizer import build_optimizer
@@ -211,6 +213,32 @@ def test_a_validation_pass_counts_from_the_next_update():
         if update in (1, 3):
             control.read_evaluation(evaluation_record(update + 1, 2.0))
     assert multipliers == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5]
+
+
+def test_several_controllers_of_one_depth_are_a_mistake_in_the_settings():
+    config = Config(
+        control=ControlConfig(controllers=(SpikeConfig(), CurriculumConfig(quantity="mean_depth")))
+    )
+
+    @dataclasses.dataclass(frozen=True)
+    class OtherConfig:
+        kind: str = "other"
+
+    class Other(Controller):
+        quantity = "mean_depth"
+
+    with pytest.raises(UserError) as found:
+        Control(config, [*build(config), Other(OtherConfig())])
+    assert str(found.value) == (
+        "control.controllers: curriculum[1] and other[2] set mean_depth; keep one of them"
+    )
+
+
+def test_a_kind_without_a_class_is_not_taken_for_another():
+    config = Config(control=ControlConfig(controllers=(SpikeConfig(),)))
+    object.__setattr__(config.control, "controllers", (DepthConfig(),))
+    with pytest.raises(TypeError, match="DepthConfig: its controller is missing"):
+        build(config)
 
 
 def test_without_controllers_everything_is_as_configured():

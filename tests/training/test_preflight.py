@@ -1,8 +1,11 @@
 """Preflight: a healthy run passes; of each broken one the true cause is named first or second."""
 
 import dataclasses
+import doctest
+import importlib.util
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -45,6 +48,8 @@ from jaxlm.data.prepare import prepare
 from jaxlm.data.shards import DataDirectory, ShardWriter
 from jaxlm.data.tokenizer import train_tokenizer
 from jaxlm.errors import UserError
+from jaxlm.evaluation.evaluate import Evaluation
+from jaxlm.evaluation.report import write_report
 from jaxlm.files import sha256_of, write_json
 from jaxlm.losses import chunked_cross_entropy
 from jaxlm.memory.devices import DEVICES
@@ -56,6 +61,8 @@ from jaxlm.models.stack import Stack
 from jaxlm.training import compilation, finished, loop, preflight_memory, step
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.checks import Cause, Result, ranked, result
+from jaxlm.training.control import Plateau
+from jaxlm.training.monitors import TEXTS
 from jaxlm.training.preflight import CHECKS, Preflight
 from jaxlm.training.preflight_control import check_control
 from jaxlm.training.reach import reached
@@ -602,6 +609,45 @@ def test_every_kind_of_controller_passes_with_its_defaults():
 
 
 @pytest.mark.parametrize(
+    ("settings", "multiplier"),
+    [
+        # The best, `patience` passes that lower the rate, and one more that does so once again.
+        (PlateauConfig(patience=1, cooldown=0), 0.25),
+        (PlateauConfig(patience=1, cooldown=0, factor=0.5, minimum=0.3), 0.3),
+        (PlateauConfig(patience=1, cooldown=1), 0.5),
+        (PlateauConfig(patience=2, cooldown=0), 0.5),
+    ],
+)
+def test_a_plateau_may_fall_as_often_as_its_settings_have_it(settings, multiplier, monkeypatch):
+    found = check_control(controlled(settings))
+    assert found.passed, found.causes
+    # Any other value is wrong.
+    monkeypatch.setattr(Plateau, "decide", lambda self, *_: (self.state["multiplier"] ** 1.1, ""))
+    found = check_control(controlled(settings))
+    assert found.causes[0].text.endswith(f"falls to {multiplier**1.1:g} instead of {multiplier:g}")
+
+
+def test_a_rate_by_depth_is_judged_at_depths_that_can_be_drawn():
+    # Uniform from 1 to 2 * 6 - 1 = 11, whatever the maximum.
+    config = controlled(RateByDepthConfig())
+    config = dataclasses.replace(config, depth=DepthConfig("uniform", mean=6.0, maximum=16))
+    found = check_control(config)
+    assert found.passed
+    assert f"{(6 / 11) ** 0.5:.3g} at depth 11" in found.figure
+
+
+def test_a_rate_by_depth_that_never_differs_is_found():
+    fixed = DepthConfig("fixed", mean=6.0, maximum=16)
+    found = check_control(dataclasses.replace(controlled(RateByDepthConfig()), depth=fixed))
+    assert not found.passed
+    assert [cause.key for cause in found.causes] == ["control_dull:rate_by_depth[0]"]
+    assert "depth.distribution is fixed" in found.causes[0].text
+    # On the way of a curriculum, the mean and the depth that it is rounded to do differ.
+    growing = controlled(RateByDepthConfig(power=1.0), CurriculumConfig(updates=1000))
+    assert check_control(dataclasses.replace(growing, depth=fixed)).passed
+
+
+@pytest.mark.parametrize(
     ("settings", "key", "text"),
     [
         (SpikeConfig(deviations=1e6), "control_dull:spike[0]", "a jump of 1 nats"),
@@ -617,6 +663,128 @@ def test_thresholds_that_never_or_always_act_are_found(settings, key, text):
     assert not found.passed
     assert found.causes[0].key == key
     assert text in found.causes[0].text
+
+
+# Kinds that somebody adds: the example of docs/control.md, and three that go wrong.
+ADDED = '''
+
+class Forgetful(ShallowStart):
+    """Remembers where no save finds it."""
+
+    def read_update(self, record):
+        if not hasattr(self, "low_at"):
+            self.low_at = None
+        self.state = {"low_at": self.low_at}
+        super().read_update(record)
+        self.low_at = self.state.pop("low_at")
+
+    def decide(self, update, drawn):
+        low_at = getattr(self, "low_at", None)
+        return (1, "high") if low_at is None else (4, "low")
+
+
+class Infinite(Controller):
+    """Divides by the loss."""
+
+    def read_update(self, record):
+        self.state["rate"] = 1.0 if record["loss"] is not None else float("inf")
+
+    def decide(self, update, drawn):
+        return self.state.get("rate", 1.0), "1 / loss"
+
+
+class Hasty(Controller):
+    """Does not think of a loss that is not finite."""
+
+    def read_update(self, record):
+        self.state["low"] = record["loss"] < 4.0
+
+    def decide(self, update, drawn):
+        return 1.0, "always"
+'''
+KINDS_ADDED = ("ShallowStart", "Forgetful", "Infinite", "Hasty")
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory) -> Path:
+    """The package with controllers added in the three places that docs/control.md names."""
+    root = tmp_path_factory.mktemp("extended")
+    shutil.copytree(ROOT / "jaxlm", root / "jaxlm", ignore=shutil.ignore_patterns("__pycache__"))
+    examples = doctest.DocTestParser().get_examples((ROOT / "docs/control.md").read_text())
+    example = next(e.source for e in examples if e.source.startswith("class ShallowStart(C"))
+    names = [f"{name}Config" for name in KINDS_ADDED]
+    settings = "".join(
+        f"@dataclass(frozen=True, config=_STRICT)\nclass {name}Config:\n"
+        f'    kind: Literal["{name.lower()}"] = "{name.lower()}"\n    loss: float = 4.0\n\n\n'
+        for name in KINDS_ADDED
+    )
+
+    def put(file: str, mark: str, text: str) -> None:
+        path = root / "jaxlm" / file
+        before, found, after = path.read_text().partition(mark)
+        assert found
+        path.write_text(before + text + found + after)
+
+    put("config.py", "ControllerConfig = Annotated[", settings)
+    put("config.py", "    CurriculumConfig | RateByDepthConfig", f"    {' | '.join(names)} | ")
+    control = "training/control.py"
+    put(control, "def build(", f"{example}{ADDED}\n\n")
+    put(control, "    CurriculumConfig,\n", "".join(f"    {name},\n" for name in names))
+    branches = "".join(
+        f"        if isinstance(settings, {name}Config):\n"
+        f"            controllers.append({name}(settings))\n            continue\n"
+        for name in KINDS_ADDED
+    )
+    put(control, "        if isinstance(settings, CurriculumConfig):\n", branches)
+    return root
+
+
+def preflight_of_added(extended: Path, data: Path, controllers: str):
+    path = extended / "config.yaml"
+    path.write_text(to_yaml(config_for(data)))
+    words = ["--config", str(path), "--only", "control", "--json", str(extended / "found.json")]
+    return subprocess.run(
+        [
+            *[sys.executable, str(ROOT / "scripts/preflight.py"), *words],
+            f"control.controllers={controllers}",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=extended,
+        env={**os.environ, "PYTHONPATH": str(extended)},
+        timeout=300,
+    )
+
+
+def test_a_controller_that_somebody_adds_is_held_to_what_holds_for_all(extended, data):
+    done = preflight_of_added(extended, data, "[{kind: shallowstart}]")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((extended / "found.json").read_text())["checks"][0]
+    # One step at the beginning and four when the loss is low, where the configuration has two.
+    assert found["figure"] == (
+        "shallowstart[0] makes 2 decisions in 1,200 updates, the same across saves; no curve is "
+        "known for it"
+    )
+    kinds = ", ".join(f"{{kind: {name.lower()}}}" for name in KINDS_ADDED[1:])
+    done = preflight_of_added(extended, data, f"[{kinds}]")
+    assert done.returncode == 1, done.stderr
+    found = json.loads((extended / "found.json").read_text())["checks"][0]
+    texts = {cause["key"]: cause["text"] for cause in found["causes"]}
+    assert "decides otherwise at update" in texts["control_broken:forgetful[0]"]
+    # The loss of update 400 is not finite, and counts two updates later.
+    assert "its value at update 402 is inf" in texts["control_broken:infinite[1]"]
+    assert "TypeError: '<' not supported" in texts["control_broken:hasty[2]"]
+
+
+def test_two_controllers_of_one_depth_end_preflight_with_one_line(extended, data):
+    both = "[{kind: shallowstart}, {kind: curriculum, quantity: backprop_depth}]"
+    done = preflight_of_added(extended, data, both)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert (
+        "error: control.controllers: shallowstart[0] and curriculum[1] set backprop_depth"
+        in done.stderr
+    )
 
 
 # ---------------------------------------------------------------- scale and memory
@@ -668,6 +836,27 @@ def test_pinned_memory_that_cannot_be_had_is_said(monkeypatch):
     assert "over the host budget" in preflight_memory._pin(10**7, 10**6)[0].text
     monkeypatch.setattr(preflight_memory, "_free_host_memory", lambda: 10**6)
     assert "are free" in preflight_memory._pin(10**6, 10**7)[0].text
+
+
+_PEAK = """
+import resource, sys
+import jax
+from jaxlm.training.preflight_memory import _pin
+
+jax.device_put(1.0).block_until_ready()
+before = 1024 * int(next(x for x in open("/proc/self/status") if x.startswith("VmRSS")).split()[1])
+assert _pin(10**9, 10**9) == []
+print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_pinned_memory_is_taken_once_and_not_twice():
+    """A gigabyte, and the piece of 2**27 bytes that it is filled from."""
+    if preflight_memory._free_host_memory() < 2 * 10**9:
+        pytest.skip("too little memory is free")
+    words = [sys.executable, "-c", _PEAK]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
+    assert 10**9 <= int(done.stdout) < 1.3e9
 
 
 # ---------------------------------------------------------------- finished runs
@@ -744,7 +933,10 @@ def raise_alarm(directory: Path) -> None:
     edit(
         directory,
         "monitors.jsonl",
-        lambda rs: [{**r, "beyond": ["state_growth"] if i > 1 else []} for i, r in enumerate(rs)],
+        lambda rs: [
+            {**r, "state_growth": 9.0, "beyond": ["state_growth"]} if i > 1 else {**r, "beyond": []}
+            for i, r in enumerate(rs)
+        ],
     )
     alarm = {"event": "raised", "update": 40, "since": 30, "monitor": "state_growth"}
     alarm |= {"value": 9.0, "threshold": 4.0, "action": "warn", "text": "the state grows"}
@@ -766,6 +958,26 @@ FINISHED = {
     "a damaged checkpoint": (damage_checkpoint, "checkpoint", "checkpoint_damaged"),
     "the loss rose": (raise_loss, "loss_falls", "rate_high"),
     "an alarm stands": (raise_alarm, "monitors", "alarm:state_growth"),
+    "a verdict is not what the figure says": (
+        set_in("monitors.jsonl", 2, state_growth=4.1, beyond=[]),
+        "monitors",
+        "beyond",
+    ),
+    "a verdict without a figure for it": (
+        set_in("monitors.jsonl", 3, state_growth=3.9, beyond=["state_growth"]),
+        "monitors",
+        "beyond",
+    ),
+    "depth is ignored": (
+        set_in("monitors.jsonl", -1, loss_1=3.25, loss_mean=3.25),
+        "depth_order",
+        "depth_ignored",
+    ),
+    "depth does harm": (
+        set_in("monitors.jsonl", -1, loss_1=3.0, loss_mean=3.0625),
+        "depth_order",
+        "depth_order",
+    ),
     "skipped updates": (
         set_in("metrics.jsonl", 5, loss=None, applied=False),
         "skipped_updates",
@@ -784,6 +996,89 @@ def test_what_is_wrong_with_a_finished_run_is_named(name, finished_run, tmp_path
     found = next(c for c in finished.CHECKS if c.name == check).run(of)
     assert found.passed is False
     assert found.causes[0].key == cause, found.causes
+
+
+def test_a_figure_that_is_not_finite_keeps_its_verdict(finished_run, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(finished_run, directory)
+    overflow = {"state_growth": None, "beyond": ["state_growth"]}
+    set_in("monitors.jsonl", -1, **overflow)(directory)
+    assert finished.monitors(finished.FinishedRun(directory)).passed
+    # Ten updates later it is an alarm, which alarms.jsonl lacks.
+    set_in("monitors.jsonl", -2, **overflow)(directory)
+    found = finished.monitors(finished.FinishedRun(directory))
+    assert found.numbers["standing"] == ["state_growth"]
+    assert [cause.key for cause in found.causes] == ["alarms"]
+
+
+def test_monitors_that_never_judged_are_no_pass(finished_run, tmp_path):
+    """Passes after 10, 20, 30 and 40 updates."""
+    directory = tmp_path / "run"
+    shutil.copytree(finished_run, directory)
+    path = directory / "config.yaml"
+    text = path.read_text()
+
+    def found(after: int) -> Result:
+        path.write_text(text.replace("after_updates: 10", f"after_updates: {after}"))
+        return finished.monitors(finished.FinishedRun(directory))
+
+    assert "after_updates: 10" in text
+    edit(directory, "monitors.jsonl", lambda rs: [{**r, "beyond": []} for r in rs[:-1]])
+    edit(directory, "monitors.jsonl", lambda rs: [{**r, **dict.fromkeys(TEXTS, 0.0)} for r in rs])
+    assert found(10).passed
+    assert found(30).passed  # the last pass is the one that is judged
+    assert found(31).passed is None
+    assert found(31).figure == "nothing is judged before update 31 (monitors.after_updates)"
+    set_in("monitors.jsonl", -1, state_growth=9.0, beyond=["state_growth"])(directory)
+    assert found(30).passed
+    assert found(31).passed is False  # judged all the same
+    assert found(31).causes[0].key == "beyond"
+
+
+def test_a_report_says_that_nothing_was_judged(finished_run, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(finished_run, directory)
+    path, report = directory / "config.yaml", json.loads((directory / "report.json").read_text())
+    text = path.read_text()
+    passes = [{"update": update} for update in (10, 20, 30, 40)]
+
+    def words(after: int) -> str:
+        path.write_text(text.replace("after_updates: 10", f"after_updates: {after}"))
+        evaluations = [Evaluation(**figures) for figures in report["evaluations"]]
+        write_report(directory, {**report, "alarms": []}, evaluations, [], [], passes)
+        return (directory / "report.md").read_text()
+
+    assert "No alarm was raised.\n" in words(40)
+    line = "No alarm was raised: nothing is judged before update 41 (monitors.after_updates).\n"
+    assert line in words(41)
+
+
+def with_losses(run: Path, directory: Path, losses: list[float]) -> finished.FinishedRun:
+    """A run whose updates had these losses."""
+    shutil.copytree(run, directory)
+    edit(
+        directory,
+        "metrics.jsonl",
+        lambda rs: [
+            {**rs[-1], "update": update, "cross_entropy": loss}
+            for update, loss in enumerate(losses)
+        ],
+    )
+    return finished.FinishedRun(directory)
+
+
+@pytest.mark.parametrize("count", [301, 1001, 15, 7])
+def test_the_last_tenth_is_no_shorter_than_the_others(count, finished_run, tmp_path):
+    """From 6 to 4 in the first half, and 0.4 higher in the last update alone."""
+    half = count // 2
+    losses = [6.0 - 2.0 * u / half if u < half else 4.0 for u in range(count)]
+    losses[-1] = 4.4
+    found = finished.loss_falls(with_losses(finished_run, tmp_path / "run", losses))
+    # Lengths of numpy's ten parts of 301 are 31 and nine times 30, of 1001 101 and 100, of 15 five
+    # times 2 and five times 1, of 7 seven times 1.
+    last = {301: 30, 1001: 100, 15: 1, 7: 1}[count]
+    assert found.numbers["rise"] == pytest.approx(0.4 / last)
+    assert found.passed == (0.4 / last < 0.2)
 
 
 def test_windows_may_be_cut_into_other_micro_batches_at_a_restart(finished_run, tmp_path):
@@ -842,11 +1137,32 @@ def test_the_command_writes_a_table_and_json_and_its_exit_code(data, tmp_path):
     assert stored["checks"][1]["numbers"]["documents"] == pytest.approx(2 / 3)
 
 
+def test_the_command_passes_the_host_budget_on(monkeypatch):
+    spec = importlib.util.spec_from_file_location("preflight", ROOT / "scripts/preflight.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    given = []
+
+    def stop(config, device, host_budget):
+        given.append(host_budget)
+        raise UserError("enough")
+
+    monkeypatch.setattr(script.preflight, "Preflight", stop)
+    words = ["preflight.py", "--config", str(ROOT / "configs/quickstart.yaml")]
+    for more in ([], ["--host-budget", "40GB"]):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        with pytest.raises(UserError, match="enough"):
+            script.main()
+    assert given == [12 * 10**9, 40 * 10**9]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "expected either --config FILE or --run DIR"),
         (["--run", "runs/none"], "runs/none: not a run"),
+        (["--run", "runs/none", "--host-budget", "8GB"], "leave out key=value, --device and"),
+        (["--config", "x.yaml", "--host-budget", "many"], "--host-budget many: expected a size"),
         (["--run", "runs/none", "--only", "speling"], "no check speling; one of records, blocks"),
     ],
 )

@@ -1,12 +1,21 @@
 """Phases of an update: what is reported, and that measuring changes nothing."""
 
 import json
+import time
 
 import pytest
 from helpers import long, tiny_model
-from test_runs import ENGINES, config_for, directory_of, final_state
+from test_runs import ENGINES, config_for, directory_of, final_state, until
 
-from jaxlm.config import Config, DataConfig, DepthConfig, ProfileConfig, TrainingConfig
+from jaxlm.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DepthConfig,
+    EvaluationConfig,
+    ProfileConfig,
+    TrainingConfig,
+)
 from jaxlm.training import loop
 from jaxlm.training.goodput import read_accounts, summary
 from jaxlm.training.metrics import read_records
@@ -102,3 +111,43 @@ def test_the_first_updates_are_timed_and_nothing_changes(random_data, engine, ca
     written = (directory / "profile.json").stat().st_mtime_ns
     assert loop.train(timed) == 0
     assert (directory / "profile.json").stat().st_mtime_ns == written
+
+
+def slowed(monkeypatch, name, seconds):
+    """A method of the run that takes so long."""
+    method = getattr(loop.Run, name)
+
+    def slow(self, *args, **kwargs):
+        time.sleep(seconds)
+        return method(self, *args, **kwargs)
+
+    monkeypatch.setattr(loop.Run, name, slow)
+
+
+def test_validation_and_saves_are_no_work_of_the_host_and_the_last_update_ends_the_profile(
+    random_data, monkeypatch, capsys
+):
+    """Between updates: 0.1 s of reading, which is the host's, and 0.6 s which is not."""
+    for name, seconds in (("read", 0.1), ("validate", 0.3), ("save", 0.3)):
+        slowed(monkeypatch, name, seconds)
+    config = config_for(
+        random_data,
+        training=TrainingConfig(updates=6, micro_batch_rows=2, micro_batches=2),
+        evaluation=EvaluationConfig(every=1, depths=(1, 2), batch_rows=4, rows=8),
+        checkpoint=CheckpointConfig(every=1, keep=2),
+        profile=ProfileConfig(updates=5),
+    )
+    assert loop.train(config) == 0
+    profile = json.loads((directory_of(config) / "profile.json").read_text())
+    # Update 0 compiles; 1 to 5 are all that follow.
+    assert profile["updates"] == 5
+    assert 0.1 <= profile["host"] < 0.3
+    assert "phases of an update (5 timed)" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_before_its_profile_says_so(random_data, monkeypatch, capsys):
+    config = config_for(random_data, profile=ProfileConfig(updates=5))
+    until(monkeypatch, 3)
+    assert loop.train(config) == 0
+    assert "No profile.json: 2 of 5 updates were profiled" in capsys.readouterr().out
+    assert not (directory_of(config) / "profile.json").exists()
