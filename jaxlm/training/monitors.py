@@ -212,7 +212,8 @@ def measure(
     return {
         "depth": mean,
         **{f"loss_{name}": value for name, value in loss.items()},
-        "depth_gain": loss["1"] - loss["mean"],
+        # At a mean depth of 1 both are the same loss, which tells nothing of what depth does.
+        "depth_gain": loss["1"] - loss["mean"] if mean > 1 else None,
         "overthinking": _worst(loss["double"], loss["quadruple"]) - loss["mean"],
         "state_norm": norm,
         "relative_residual": residual,

@@ -15,6 +15,8 @@ from helpers import long, params_of, tiny_model, write_documents
 from jaxlm.config import (
     CheckpointConfig,
     Config,
+    ControlConfig,
+    CurriculumConfig,
     DataConfig,
     DepthConfig,
     EvaluationConfig,
@@ -244,6 +246,13 @@ def test_figures_come_from_losses_states_and_the_last_update(table_data, tmp_pat
     core = np.linalg.norm(leaves.pop("core"))
     other = np.linalg.norm(np.concatenate(list(leaves.values())))
     assert figures["core_ratio"] == pytest.approx((3 / core) / (4 / other), rel=1e-5)
+    # Where the mean depth rounds to 1, depth 1 has nothing to be compared with.
+    shallow = measure(config, spec, params, rows, {**record, "mean_depth": 1.4})
+    assert (shallow["depth"], shallow["depth_gain"]) == (1, None)
+    assert shallow["loss_1"] == shallow["loss_mean"] == losses[0]
+    # Depths 2 and 4 are others than 1: what more steps do is known.
+    deeper = (shallow["loss_double"], shallow["loss_quadruple"])
+    assert shallow["overthinking"] == max(deeper) - losses[0]
     # Rows are weighted by their tokens, whatever their batches.
     split, _ = trace(
         config.model, params, rows, depth=3, steps=12, max_steps=48, batch_rows=5, limit=16
@@ -374,8 +383,8 @@ def test_a_resumed_run_remembers_its_alarms():
 # ---------------------------------------------------------------- runs
 
 
-def healthy(table_data, tmp_path, seed):
-    config = config_for(table_data, tmp_path, seed)
+def healthy(table_data, tmp_path, seed, **sections):
+    config = config_for(table_data, tmp_path, seed, **sections)
     assert loop.train(config) == 0
     assert records_of(config, "alarms.jsonl") == []
     records = records_of(config, "monitors.jsonl")
@@ -401,6 +410,13 @@ def test_a_healthy_run_raises_nothing_and_compiles_its_monitors_once(table_data,
     assert 0.5 < records[-1]["core_ratio"] < 2
     residual, idle = records[-1]["relative_residual"], records[-1]["first_idle_step"]
     assert residual[idle - 1] < 0.03 <= min(residual[: idle - 1])
+
+
+def test_a_healthy_run_whose_mean_depth_begins_at_1_raises_nothing(table_data, tmp_path):
+    """From 1 at the start to 1 + 2 * 200 / 1000 = 1.4 at the end: rounded, always 1."""
+    control = ControlConfig(controllers=(CurriculumConfig(updates=1000),))
+    _, records = healthy(table_data, tmp_path, 1, control=control)
+    assert [(record["depth"], record["depth_gain"]) for record in records] == [(1, None)] * 4
 
 
 @pytest.mark.long
