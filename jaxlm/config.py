@@ -636,13 +636,16 @@ Monitor = Literal[
 
 @dataclass(frozen=True, config=_STRICT)
 class MonitorsConfig:
-    """What is watched of a recurrent model at each validation pass during training.
+    """What is watched of a recurrent model during training.
 
     Each monitor is a figure with a threshold; null watches without raising an alarm. An alarm is
-    raised when the figure has been beyond its threshold at every validation pass of the last
-    `window` updates, and once more only after it has been back.
+    raised when the figure has been beyond its threshold at every pass of the last `window` updates,
+    and once more only after it has been back. With these defaults it comes at most 200 updates
+    after the figure went beyond.
     """
 
+    # Updates between passes, beside those at each validation pass; 0 or null has only these.
+    every: Count | None = 100
     # Validation rows that monitors look at; 0 turns them off.
     rows: Count = 16
     # Nothing counts before this update, nor during optim.warmup_updates.

@@ -64,7 +64,7 @@ from jaxlm.training.metrics import (
     RunLog,
     read_records,
 )
-from jaxlm.training.monitors import TEXTS, Alarm, Alarms, measure
+from jaxlm.training.monitors import TEXTS, Alarm, Alarms, due, measure
 from jaxlm.training.optimizer import describe_optimizer
 from jaxlm.training.out_of_memory import explaining_out_of_memory, memory_line
 from jaxlm.training.profiling import (
@@ -624,16 +624,17 @@ class Run:
                     self._show(advance, record)
                 done = self.progress.update
                 evaluating = config.evaluation.every and done % config.evaluation.every == 0
+                watching = evaluating or due(config, done)
                 saving = done % config.checkpoint.every == 0 or done == self.until
                 # Looked at once: a signal that comes later ends the next update.
                 stopping = signals.received is not None
-                if evaluating or saving or stopping:
+                if watching or saving or stopping:
                     self._show(advance, self.read(pending))
                     pending = None
                     self._watchdog.pause()
                     goodput.switch("evaluation")
                     validation = self._periodic_validation() if evaluating else None
-                    stop = [a for a in self._watch() if a.action == "stop"] if evaluating else []
+                    stop = [a for a in self._watch() if a.action == "stop"] if watching else []
                     goodput.switch("checkpoint")
                     if saving or stopping or stop:
                         self.save(validation)

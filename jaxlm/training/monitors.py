@@ -1,4 +1,4 @@
-"""Watching a recurrent model during training: figures at each validation pass, and alarms.
+"""Watching a recurrent model during training: figures every some updates, and alarms.
 
 What can go wrong with weight-shared depth goes wrong quietly: the loss still falls while depth has
 stopped to matter, or while the state grows with every step beyond the trained ones. Each monitor is
@@ -157,6 +157,13 @@ class Alarms:
             *[alarm("raised", monitor, self.since[monitor]) for monitor in raised],
             *[alarm("cleared", monitor, before[monitor]) for monitor in cleared],
         ]
+
+
+def due(config: Config, update: int) -> bool:
+    """Whether monitors take their figures after so many updates, beside validation passes."""
+    every = config.monitors.every
+    watched = config.model.kind == "recurrent" and config.monitors.rows > 0
+    return watched and bool(every) and update % every == 0
 
 
 def measure(

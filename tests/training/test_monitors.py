@@ -37,7 +37,7 @@ from jaxlm.models.layers import attention_mask, rotary_angles
 from jaxlm.models.recurrent import Core, spectral_norm, token_correlation
 from jaxlm.training import loop
 from jaxlm.training.metrics import read_records
-from jaxlm.training.monitors import TEXTS, Alarms, measure
+from jaxlm.training.monitors import TEXTS, Alarms, due, measure
 from jaxlm.training.spec import step_spec
 
 VOCABULARY, T, UPDATES = 32, 32, 200
@@ -329,6 +329,37 @@ def test_nothing_counts_during_the_warm_up():
     assert len(events) == len(TEXTS)
 
 
+@pytest.mark.parametrize("evaluation_every", [0, 40, 70, 500])
+def test_by_default_an_alarm_comes_at_most_200_updates_after_its_condition(evaluation_every):
+    config = Config(evaluation=EvaluationConfig(every=evaluation_every))
+    first, end = config.monitors.after_updates, 2000
+    passes = [u for u in range(1, end) if due(config, u)]
+    if evaluation_every:
+        passes = sorted({*passes, *range(evaluation_every, end, evaluation_every)})
+    waits = []
+    for last_good in range(400, 1200):  # right after a pass, and between passes
+        quiet_then_loud = [(u, {"state_growth": 5.0} if u > last_good else {}) for u in passes]
+        ((update, event, _),) = follow(Alarms(config), quiet_then_loud)
+        assert event == "raised"
+        waits.append(update - max(last_good, first))
+    # One pass at most `every` later sees it first, and one exactly `window` after that tells it.
+    assert max(waits) <= config.monitors.every + config.monitors.window == 200
+    if evaluation_every in (0, 500):
+        assert max(waits) == 200
+
+
+def test_when_monitors_are_due_beside_validation_passes():
+    def updates(**sections):
+        return [u for u in range(1, 301) if due(Config(**sections), u)]
+
+    assert updates() == [100, 200, 300]
+    assert updates(monitors=MonitorsConfig(every=150)) == [150, 300]
+    assert updates(monitors=MonitorsConfig(every=0)) == []
+    assert updates(monitors=MonitorsConfig(every=None)) == []
+    assert updates(monitors=MonitorsConfig(rows=0)) == []
+    assert updates(model=ModelConfig(kind="transformer")) == []
+
+
 def test_figures_that_are_not_finite():
     """NaN and what is unknown say nothing; an infinite state is an explosion."""
     nothing = dict.fromkeys(QUIET, float("nan"))
@@ -417,6 +448,19 @@ def test_a_healthy_run_whose_mean_depth_begins_at_1_raises_nothing(table_data, t
     control = ControlConfig(controllers=(CurriculumConfig(updates=1000),))
     _, records = healthy(table_data, tmp_path, 1, control=control)
     assert [(record["depth"], record["depth_gain"]) for record in records] == [(1, None)] * 4
+
+
+def test_monitors_have_passes_of_their_own(table_data, tmp_path):
+    evaluation = EvaluationConfig(every=0, depths=(3,), batch_rows=16, rows=16)
+    monitors = MonitorsConfig(every=80, after_updates=80, window=80)
+    config = config_for(table_data, tmp_path, evaluation=evaluation, monitors=monitors)
+    assert loop.train(config) == 0
+    records, updates = records_of(config, "monitors.jsonl"), records_of(config, "metrics.jsonl")
+    assert [record["update"] for record in records] == [80, 160]
+    # The weights are those after so many updates, each of which has been read.
+    assert [r["tokens"] for r in records] == [updates[u - 1]["tokens"] for u in (80, 160)]
+    assert records_of(config, "evaluations.jsonl") == []
+    assert len(updates) == UPDATES
 
 
 @pytest.mark.long
