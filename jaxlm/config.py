@@ -630,7 +630,13 @@ class ProfileConfig:
 
 # Monitors that raise an alarm, see docs/control.md.
 Monitor = Literal[
-    "token_correlation", "depth_gain", "state_growth", "overthinking", "state_gain", "core_ratio"
+    "token_correlation",
+    "depth_gain",
+    "idle_residual",
+    "state_growth",
+    "overthinking",
+    "state_gain",
+    "core_ratio",
 ]
 
 
@@ -656,6 +662,9 @@ class MonitorsConfig:
     token_correlation: Rate | None = 0.9
     # Below: depth changes nothing (loss at depth 1 less the loss at the mean depth, nats).
     depth_gain: Rate | None = 0.02
+    # Below: the state stands still after the first step (largest relative residual of steps 2 to
+    # the mean depth). A single step with a residual below it counts as idle (`first_idle_step`).
+    idle_residual: Rate | None = 0.03
     # Above: the state grows with depth (its norm after 4 times the mean depth, over the norm after
     # the first step).
     state_growth: Rate | None = 4.0
