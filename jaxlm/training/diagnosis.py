@@ -27,8 +27,10 @@ Kind = Literal[
 
 # Updates that averages are over.
 WINDOW = 100
-# loss_flat: a fall since the first updates below this share of ln(vocabulary).
-FLAT_SHARE = 0.02
+# loss_flat: a fall since the first updates below this share of ln(vocabulary); and so many updates
+# after the warm-up, a mean loss that has never been that much below the unigram cross-entropy. A
+# model whose output ignores its input reaches that; one that learns is below it long before.
+FLAT_SHARE, UNIGRAM_UPDATES = 0.02, 500
 # loss_above_uniform: nats above ln(vocabulary).
 ABOVE_NATS = 0.1
 # gradient_zero: updates in a row.
@@ -99,12 +101,17 @@ class Diagnosis:
     Args:
         config: of the run, with its vocabulary size.
         named: kinds that the run has named before.
+
+    Attributes:
+        unigram: cross-entropy of knowing only how common each token is; None where it is unknown.
     """
 
     def __init__(self, config: Config, named: Iterable[str] = ()):
         self._config = config
+        self.unigram: float | None = None
         self._uniform = math.log(config.model.vocabulary)
         self._begin = config.optim.warmup_updates + WINDOW  # nothing is judged before
+        self._unigram_from = config.optim.warmup_updates + UNIGRAM_UPDATES
         self._named = set(named)
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._first_losses: list[float] = []
@@ -154,7 +161,7 @@ class Diagnosis:
             return
         losses = self._losses()
         if losses:
-            yield from self._of_losses(statistics.fmean(losses))
+            yield from self._of_losses(update, statistics.fmean(losses))
         limit = self._config.optim.max_norm
         norms = [r["grad_norm"] for r in recent if r["grad_norm"] is not None]
         clipping = self._config.optim.clip in ("global", "two_pass", "previous_norm")
@@ -165,7 +172,7 @@ class Diagnosis:
                 f"{WINDOW} updates, {statistics.median(norms):.3g} in the median",
             )
 
-    def _of_losses(self, mean: float) -> Iterator[tuple[Kind, str]]:
+    def _of_losses(self, update: int, mean: float) -> Iterator[tuple[Kind, str]]:
         if mean > self._uniform + ABOVE_NATS:
             yield (
                 "loss_above_uniform",
@@ -180,6 +187,16 @@ class Diagnosis:
                 "loss_flat",
                 f"the mean loss of the last {WINDOW} updates is {mean:.3f}, {first:.3f} in the "
                 f"first {ZERO_UPDATES}: it does not fall",
+            )
+        elif (
+            self.unigram is not None
+            and update >= self._unigram_from
+            and self._lowest_mean > self.unigram - FLAT_SHARE * self._uniform
+        ):
+            yield (
+                "loss_flat",
+                f"the mean loss of the last {WINDOW} updates is {mean:.3f}, where knowing only how "
+                f"common each token is gives {self.unigram:.3f}: it does not fall below",
             )
 
     def _of_speed(self) -> Iterator[tuple[Kind, str]]:

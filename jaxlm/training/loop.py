@@ -606,6 +606,9 @@ class Run:
         config, signals, goodput = self.config, self.signals, self.goodput
         title = f"Training {config.run.name}"
         start = self.progress.update
+        if not config.data.sources:  # tokens of a mixture are not as common as in one directory
+            validation_tokens = validation_stream(self.data, config.data)
+            self._diagnosis.unigram = unigram_cross_entropy(self.data, validation_tokens)
         with (
             signals.installed(),
             progress(title, self.until, start, config.logging.every) as advance,

@@ -79,6 +79,49 @@ def test_the_loss_to_a_teacher_is_not_what_is_compared():
     assert [finding.kind for finding in found_in(flat)] == ["loss_flat"]
 
 
+# Losses of the quickstart (ln 1024 = 6.93, unigram 5.65), and of a model of 50,000 tokens that
+# learns slowly and warms up for 2,000 updates: points between which curves are straight.
+QUICKSTART = ((0, 7.04), (60, 5.6), (100, 5.0), (200, 4.0), (300, 3.6), (3000, 3.6))
+SLOW = ((0, 11.0), (2000, 7.6), (2500, 7.2), (4000, 6.0))
+# It learns how common tokens are, and nothing else.
+IGNORES_ITS_INPUT = ((0, 7.04), (50, 5.7), (100, 5.65), (3000, 5.65))
+
+
+@pytest.mark.parametrize(
+    ("curve", "vocabulary", "unigram", "warm_up", "named_at"),
+    [
+        (QUICKSTART, 1024, 5.65, 20, None),
+        (SLOW, 50_000, 7.7, 2000, None),
+        (IGNORES_ITS_INPUT, 1024, 5.65, 20, 520),
+        (IGNORES_ITS_INPUT, 1024, 5.65, 300, 800),
+        # Training tokens are a little easier than the validation tokens that the unigram is of.
+        (IGNORES_ITS_INPUT, 1024, 5.75, 20, 520),
+        (IGNORES_ITS_INPUT, 1024, None, 20, None),
+        # 2 % of ln 1024 are 0.139 nats; 0.2 below the unigram it has learnt something.
+        (IGNORES_ITS_INPUT, 1024, 5.85, 20, None),
+    ],
+)
+def test_a_loss_that_stays_at_the_unigram_cross_entropy_is_flat(
+    curve, vocabulary, unigram, warm_up, named_at
+):
+    config = dataclasses.replace(
+        CONFIG,
+        model=tiny_model(vocabulary_size=vocabulary),
+        optim=OptimConfig(warmup_updates=warm_up),
+    )
+    diagnosis, found = Diagnosis(config), []
+    diagnosis.unigram = unigram
+    noise = np.random.default_rng(0).normal(0, 0.05, 3000)
+    for update in range(3000):
+        loss = float(np.interp(update, *zip(*curve, strict=True)) + noise[update])
+        # The loss to a teacher says nothing about tokens' frequencies.
+        record = healthy(update) | {"loss": 1.0, "cross_entropy": loss}
+        found += diagnosis.read_update(record)
+    assert [(f.update, f.kind) for f in found] == ([(named_at, "loss_flat")] if named_at else [])
+    if named_at:
+        assert f"common each token is gives {unigram:.3f}" in found[0].text
+
+
 def test_a_healthy_log_shows_nothing():
     passes = [(u, 4.1 + 2.9 * math.exp(-u / 150)) for u in range(50, 1001, 50)]
     assert found_in([healthy(u) for u in range(1000)], passes) == []
