@@ -20,6 +20,7 @@ Kind = Literal[
     "gradient_zero",
     "always_clipped",
     "many_skipped",
+    "empty_windows",
     "train_and_validation_part",
     "throughput_falls",
     "data_wait",
@@ -33,9 +34,9 @@ WINDOW = 100
 FLAT_SHARE, UNIGRAM_UPDATES = 0.02, 500
 # loss_above_uniform: nats above ln(vocabulary).
 ABOVE_NATS = 0.1
-# gradient_zero: updates in a row.
+# gradient_zero, empty_windows: updates in a row.
 ZERO_UPDATES = 5
-# many_skipped: share of the last WINDOW updates.
+# many_skipped, empty_windows: share of the last WINDOW updates.
 SKIPPED_SHARE = 0.05
 # train_and_validation_part: nats that validation has risen by since it was lowest, while training
 # has fallen.
@@ -54,8 +55,8 @@ CAUSES: dict[Kind, str] = {
         "tokenizer or vocabulary"
     ),
     "gradient_zero": (
-        "rows without target tokens, weights that no longer reach the loss, or gradients below the "
-        "smallest number of a 16-bit type; preflight.py names the parameters"
+        "weights that no longer reach the loss, or gradients below the smallest number of a 16-bit "
+        "type; preflight.py names the parameters"
     ),
     "always_clipped": (
         "optim.max_norm is below the usual norm, so that every update has the same length and the "
@@ -64,6 +65,10 @@ CAUSES: dict[Kind, str] = {
     "many_skipped": (
         "a learning rate too high, or single rows of broken data (replay.py shows where numbers "
         "stop being finite)"
+    ),
+    "empty_windows": (
+        "documents of a single token, which have nothing to predict (inspect_data.py --samples); "
+        "such a window changes nothing but takes its time"
     ),
     "train_and_validation_part": (
         "data seen several times (data.epochs, duplicates), or validation documents of another "
@@ -114,6 +119,7 @@ class Diagnosis:
         self._unigram_from = config.optim.warmup_updates + UNIGRAM_UPDATES
         self._named = set(named)
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        self._tokens = 0  # of all records so far
         self._first_losses: list[float] = []
         self._lowest_mean = math.inf  # of training losses, over WINDOW updates
         self._best_speed = 0.0
@@ -122,9 +128,12 @@ class Diagnosis:
 
     def read_update(self, record: dict[str, Any]) -> list[Finding]:
         """What the record of an update brings to notice."""
-        self._recent.append(record)
+        # Without target tokens nothing is learnt or skipped, and the loss of 0 says nothing.
+        empty = record["tokens"] == self._tokens
+        self._tokens = record["tokens"]
+        self._recent.append({**record, "empty": empty})
         loss = record["cross_entropy"]  # the loss itself may be that to a teacher
-        if loss is not None and len(self._first_losses) < ZERO_UPDATES:
+        if not empty and loss is not None and len(self._first_losses) < ZERO_UPDATES:
             self._first_losses.append(loss)
         return self._new(record["update"], self._of_updates(record["update"]))
 
@@ -141,16 +150,27 @@ class Diagnosis:
         return found
 
     def _losses(self) -> list[float]:
-        return [r["cross_entropy"] for r in self._recent if r["cross_entropy"] is not None]
+        return [
+            r["cross_entropy"]
+            for r in self._recent
+            if r["cross_entropy"] is not None and not r["empty"]
+        ]
 
     def _of_updates(self, update: int) -> Iterator[tuple[Kind, str]]:
         recent = self._recent
         last = list(recent)[-ZERO_UPDATES:]
         if len(last) == ZERO_UPDATES and all(r["grad_norm"] == 0 and r["applied"] for r in last):
             yield "gradient_zero", f"the gradient was zero for {ZERO_UPDATES} updates in a row"
+        empty = sum(r["empty"] for r in recent)
+        in_a_row = len(last) == ZERO_UPDATES and all(r["empty"] for r in last)
+        if in_a_row or empty > SKIPPED_SHARE * WINDOW:
+            yield (
+                "empty_windows",
+                f"{empty} of the last {len(recent)} windows held no target token",
+            )
         if len(recent) < WINDOW:
             return
-        skipped = sum(not r["applied"] for r in recent) / WINDOW
+        skipped = sum(not r["applied"] and not r["empty"] for r in recent) / WINDOW
         if skipped > SKIPPED_SHARE:
             yield "many_skipped", f"{skipped:.0%} of the last {WINDOW} updates were skipped"
         wait = statistics.median(r["data_wait_fraction"] for r in recent)
@@ -201,10 +221,14 @@ class Diagnosis:
 
     def _of_speed(self) -> Iterator[tuple[Kind, str]]:
         # By operations, because deep updates take longer without anything being wrong.
-        speed = statistics.median(
+        speeds = [
             r["tokens_per_second"] * self._flops(r["depth"], r["backprop_depth"])
             for r in self._recent
-        )
+            if not r["empty"]
+        ]
+        if len(speeds) < WINDOW // 2:
+            return
+        speed = statistics.median(speeds)
         if speed < SLOW_SHARE * self._best_speed:
             yield (
                 "throughput_falls",

@@ -19,6 +19,17 @@ CONFIG = Config(
 )
 
 
+# What a window without target tokens leaves in its record; its tokens are those of the one before.
+EMPTY = {
+    "loss": 0.0,
+    "cross_entropy": 0.0,
+    "grad_norm": 0.0,
+    "update_norm": 0.0,
+    "applied": False,
+    "tokens_per_second": 0.0,
+}
+
+
 def healthy(update: int) -> dict:
     """Loss from 6.9 to 4, norms around 1, depth 2 or 4 with its own speed: 1 GFLOP/s."""
     rng = np.random.default_rng(update)
@@ -26,6 +37,7 @@ def healthy(update: int) -> dict:
     loss = 4 + 2.9 * math.exp(-update / 150) + rng.normal(0, 0.05)
     return {
         "update": update,
+        "tokens": 1000 * (update + 1),
         "loss": loss,
         "cross_entropy": loss,
         "grad_norm": 0.7 + rng.uniform(0, 0.5),
@@ -51,6 +63,8 @@ def broken(kind: str, update: int) -> dict:
         record["grad_norm"] += 1.0
     elif kind == "many_skipped" and late and update % 10 == 0:
         record |= {"applied": False, "loss": None, "cross_entropy": None, "grad_norm": None}
+    elif kind == "empty_windows" and late:
+        record |= EMPTY | {"tokens": 1000 * 200}
     elif kind == "throughput_falls" and late:
         record["tokens_per_second"] *= 0.5
     elif kind == "data_wait" and late:
@@ -135,6 +149,36 @@ def test_each_fault_is_named_once_and_alone(kind):
     assert begins < found[0].update <= begins + 2 * WINDOW
     assert CAUSES[kind] in found[0].text
     assert found[0].line().startswith(f"Noticed at update {found[0].update}: ")
+
+
+def test_a_run_without_any_target_token_is_told_that_alone():
+    found = found_in([{**healthy(u), **EMPTY, "tokens": 0} for u in range(1000)])
+    assert [(f.update, f.kind) for f in found] == [(4, "empty_windows")]
+    assert found[0].text.startswith("5 of the last 5 windows held no target token")
+
+
+@pytest.mark.parametrize(("every", "named"), [(50, False), (20, False), (10, True)])
+def test_some_windows_without_target_tokens(every, named):
+    """2, 5 and 10 in 100; above 5 is a finding."""
+    records, tokens = [], 0
+    for update in range(600):
+        empty = update % every == 0
+        tokens += 0 if empty else 1000
+        records.append({**healthy(update), **(EMPTY if empty else {}), "tokens": tokens})
+    assert [f.kind for f in found_in(records)] == ["empty_windows"] * named
+
+
+def test_a_flat_loss_is_named_beside_windows_without_target_tokens():
+    """Their loss of 0 would lower the mean by 5 %, which counts as learning."""
+    records, tokens = [], 0
+    for update in range(400):
+        empty = update % 20 == 0
+        tokens += 0 if empty else 1000
+        more = EMPTY if empty else {}
+        records.append({**broken("loss_flat", update), **more, "tokens": tokens})
+    (found,) = found_in(records)
+    assert found.kind == "loss_flat"
+    assert "updates is 6.9" in found.text
 
 
 def test_a_validation_loss_that_turns_away_is_named():

@@ -418,6 +418,7 @@ def test_windows_without_targets_are_counted(tmp_path):
     assert [r["learning_rate"] for r in applied] == pytest.approx([1e-3 / 3, 2e-3 / 3])
     report = json.loads((directory_of(config) / "report.json").read_text())
     assert (report["empty_windows"], report["nonfinite_updates"]) == (2, 0)
+    assert report["events"] == []  # two are not worth a line
 
 
 def test_a_run_that_stays_not_finite_stops_with_good_weights_on_disk(random_data, monkeypatch):
