@@ -18,6 +18,7 @@ Kind = Literal[
     "loss_flat",
     "loss_above_uniform",
     "gradient_zero",
+    "core_unchanged",
     "always_clipped",
     "many_skipped",
     "empty_windows",
@@ -34,7 +35,7 @@ WINDOW = 100
 FLAT_SHARE, UNIGRAM_UPDATES = 0.02, 500
 # loss_above_uniform: nats above ln(vocabulary).
 ABOVE_NATS = 0.1
-# gradient_zero, empty_windows: updates in a row.
+# gradient_zero, core_unchanged, empty_windows: updates in a row.
 ZERO_UPDATES = 5
 # many_skipped, empty_windows: share of the last WINDOW updates.
 SKIPPED_SHARE = 0.05
@@ -57,6 +58,11 @@ CAUSES: dict[Kind, str] = {
     "gradient_zero": (
         "weights that no longer reach the loss, or gradients below the smallest number of a 16-bit "
         "type; preflight.py names the parameters"
+    ),
+    "core_unchanged": (
+        "a core whose weights do not reach the loss or get no gradient (preflight.py names the "
+        "parameters), or changes below the smallest step of its 16-bit weights; without learning "
+        "more depth gains nothing (depth_gain in monitors.jsonl)"
     ),
     "always_clipped": (
         "optim.max_norm is below the usual norm, so that every update has the same length and the "
@@ -161,6 +167,14 @@ class Diagnosis:
         last = list(recent)[-ZERO_UPDATES:]
         if len(last) == ZERO_UPDATES and all(r["grad_norm"] == 0 and r["applied"] for r in last):
             yield "gradient_zero", f"the gradient was zero for {ZERO_UPDATES} updates in a row"
+        # None in a model without a core. An update that changes nothing at all is another thing.
+        unchanged = [r["applied"] and r["core_update_norm"] == 0 and r["update_norm"] for r in last]
+        if len(last) == ZERO_UPDATES and all(unchanged):
+            yield (
+                "core_unchanged",
+                f"the core's weights stayed the same for {ZERO_UPDATES} updates in a row, while "
+                f"others changed (by a norm of {last[-1]['update_norm']:.3g})",
+            )
         empty = sum(r["empty"] for r in recent)
         in_a_row = len(last) == ZERO_UPDATES and all(r["empty"] for r in last)
         if in_a_row or empty > SKIPPED_SHARE * WINDOW:

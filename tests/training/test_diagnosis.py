@@ -25,6 +25,7 @@ EMPTY = {
     "cross_entropy": 0.0,
     "grad_norm": 0.0,
     "update_norm": 0.0,
+    "core_update_norm": 0.0,
     "applied": False,
     "tokens_per_second": 0.0,
 }
@@ -41,6 +42,8 @@ def healthy(update: int) -> dict:
         "loss": loss,
         "cross_entropy": loss,
         "grad_norm": 0.7 + rng.uniform(0, 0.5),
+        "update_norm": 0.1,
+        "core_update_norm": 0.05,
         "applied": True,
         "depth": depth,
         "backprop_depth": 2,
@@ -59,6 +62,8 @@ def broken(kind: str, update: int) -> dict:
         record["loss"] = record["cross_entropy"] = 7.5
     elif kind == "gradient_zero" and late:
         record["grad_norm"] = 0.0
+    elif kind == "core_unchanged" and late:
+        record["core_update_norm"] = 0.0
     elif kind == "always_clipped":
         record["grad_norm"] += 1.0
     elif kind == "many_skipped" and late and update % 10 == 0:
@@ -155,6 +160,25 @@ def test_a_run_without_any_target_token_is_told_that_alone():
     found = found_in([{**healthy(u), **EMPTY, "tokens": 0} for u in range(1000)])
     assert [(f.update, f.kind) for f in found] == [(4, "empty_windows")]
     assert found[0].text.startswith("5 of the last 5 windows held no target token")
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"core_update_norm": None},  # a model without a core
+        {"core_update_norm": 0.0, "update_norm": 0.0},  # a rate of 0
+        {"core_update_norm": 1e-12},
+        {"core_update_norm": None, "update_norm": None},  # not finite
+    ],
+)
+def test_a_core_that_is_not_alone_in_standing_still_is_not_named(figures):
+    assert found_in([{**healthy(update), **figures} for update in range(300)]) == []
+
+
+def test_four_updates_that_leave_the_core_alone_are_not_named():
+    still = {"core_update_norm": 0.0}
+    records = [{**healthy(u), **(still if u % 5 else {})} for u in range(300)]
+    assert found_in(records) == []
 
 
 @pytest.mark.parametrize(("every", "named"), [(50, False), (20, False), (10, True)])
