@@ -630,19 +630,28 @@ class ProfileConfig:
 
 # Monitors that raise an alarm, see docs/control.md.
 Monitor = Literal[
-    "token_correlation", "depth_gain", "state_growth", "overthinking", "state_gain", "core_ratio"
+    "token_correlation",
+    "depth_gain",
+    "idle_residual",
+    "state_growth",
+    "overthinking",
+    "state_gain",
+    "core_ratio",
 ]
 
 
 @dataclass(frozen=True, config=_STRICT)
 class MonitorsConfig:
-    """What is watched of a recurrent model at each validation pass during training.
+    """What is watched of a recurrent model during training.
 
     Each monitor is a figure with a threshold; null watches without raising an alarm. An alarm is
-    raised when the figure has been beyond its threshold at every validation pass of the last
-    `window` updates, and once more only after it has been back.
+    raised when the figure has been beyond its threshold at every pass of the last `window` updates,
+    and once more only after it has been back. With these defaults it comes at most 200 updates
+    after the figure went beyond.
     """
 
+    # Updates between passes, beside those at each validation pass; 0 or null has only these.
+    every: Count | None = 100
     # Validation rows that monitors look at; 0 turns them off.
     rows: Count = 16
     # Nothing counts before this update, nor during optim.warmup_updates.
@@ -653,6 +662,9 @@ class MonitorsConfig:
     token_correlation: Rate | None = 0.9
     # Below: depth changes nothing (loss at depth 1 less the loss at the mean depth, nats).
     depth_gain: Rate | None = 0.02
+    # Below: the state stands still after the first step (largest relative residual of steps 2 to
+    # the mean depth). A single step with a residual below it counts as idle (`first_idle_step`).
+    idle_residual: Rate | None = 0.03
     # Above: the state grows with depth (its norm after 4 times the mean depth, over the norm after
     # the first step).
     state_growth: Rate | None = 4.0

@@ -187,7 +187,7 @@ def _draw_monitors(path: Path, records: Sequence[dict[str, Any]], limits: dict[s
     from matplotlib import pyplot as plt
 
     units = {"depth_gain": "nats", "overthinking": "nats"}
-    figure, grid = plt.subplots(3, 3, figsize=(13, 9.5), layout="constrained")
+    figure, grid = plt.subplots(2, 5, figsize=(21, 6.5), layout="constrained")
     axes = list(grid.flat)
     updates = [record["update"] for record in records]
     styles = {"1": "o:", "half": "s-.", "mean": "D-", "double": "^--", "quadruple": "v:"}
@@ -198,7 +198,7 @@ def _draw_monitors(path: Path, records: Sequence[dict[str, Any]], limits: dict[s
     axes[0].set(xlabel="update", ylabel="cross-entropy (nats per token)", title="Loss by depth")
     axes[0].legend(fontsize=8, title="depth")
     for axis, (name, limit) in zip(axes[1:], limits.items(), strict=False):
-        axis.plot(updates, [_plotted(record[name]) for record in records], "o-", ms=3, lw=1)
+        axis.plot(updates, [_plotted(record.get(name)) for record in records], "o-", ms=3, lw=1)
         if limit is not None:
             axis.axhline(limit, color="grey", ls="--", lw=1, label=f"threshold {limit:g}")
             axis.legend(fontsize=8)

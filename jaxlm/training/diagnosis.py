@@ -18,8 +18,10 @@ Kind = Literal[
     "loss_flat",
     "loss_above_uniform",
     "gradient_zero",
+    "core_unchanged",
     "always_clipped",
     "many_skipped",
+    "empty_windows",
     "train_and_validation_part",
     "throughput_falls",
     "data_wait",
@@ -27,13 +29,15 @@ Kind = Literal[
 
 # Updates that averages are over.
 WINDOW = 100
-# loss_flat: a fall since the first updates below this share of ln(vocabulary).
-FLAT_SHARE = 0.02
+# loss_flat: a fall since the first updates below this share of ln(vocabulary); and so many updates
+# after the warm-up, a mean loss that has never been that much below the unigram cross-entropy. A
+# model whose output ignores its input reaches that; one that learns is below it long before.
+FLAT_SHARE, UNIGRAM_UPDATES = 0.02, 500
 # loss_above_uniform: nats above ln(vocabulary).
 ABOVE_NATS = 0.1
-# gradient_zero: updates in a row.
+# gradient_zero, core_unchanged, empty_windows: updates in a row.
 ZERO_UPDATES = 5
-# many_skipped: share of the last WINDOW updates.
+# many_skipped, empty_windows: share of the last WINDOW updates.
 SKIPPED_SHARE = 0.05
 # train_and_validation_part: nats that validation has risen by since it was lowest, while training
 # has fallen.
@@ -52,8 +56,13 @@ CAUSES: dict[Kind, str] = {
         "tokenizer or vocabulary"
     ),
     "gradient_zero": (
-        "rows without target tokens, weights that no longer reach the loss, or gradients below the "
-        "smallest number of a 16-bit type; preflight.py names the parameters"
+        "weights that no longer reach the loss, or gradients below the smallest number of a 16-bit "
+        "type; preflight.py names the parameters"
+    ),
+    "core_unchanged": (
+        "a core whose weights do not reach the loss or get no gradient (preflight.py names the "
+        "parameters), or changes below the smallest step of its 16-bit weights; without learning "
+        "more depth gains nothing (depth_gain in monitors.jsonl)"
     ),
     "always_clipped": (
         "optim.max_norm is below the usual norm, so that every update has the same length and the "
@@ -62,6 +71,10 @@ CAUSES: dict[Kind, str] = {
     "many_skipped": (
         "a learning rate too high, or single rows of broken data (replay.py shows where numbers "
         "stop being finite)"
+    ),
+    "empty_windows": (
+        "documents of a single token, which have nothing to predict (inspect_data.py --samples); "
+        "such a window changes nothing but takes its time"
     ),
     "train_and_validation_part": (
         "data seen several times (data.epochs, duplicates), or validation documents of another "
@@ -99,14 +112,20 @@ class Diagnosis:
     Args:
         config: of the run, with its vocabulary size.
         named: kinds that the run has named before.
+
+    Attributes:
+        unigram: cross-entropy of knowing only how common each token is; None where it is unknown.
     """
 
     def __init__(self, config: Config, named: Iterable[str] = ()):
         self._config = config
+        self.unigram: float | None = None
         self._uniform = math.log(config.model.vocabulary)
         self._begin = config.optim.warmup_updates + WINDOW  # nothing is judged before
+        self._unigram_from = config.optim.warmup_updates + UNIGRAM_UPDATES
         self._named = set(named)
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        self._tokens = 0  # of all records so far
         self._first_losses: list[float] = []
         self._lowest_mean = math.inf  # of training losses, over WINDOW updates
         self._best_speed = 0.0
@@ -115,9 +134,12 @@ class Diagnosis:
 
     def read_update(self, record: dict[str, Any]) -> list[Finding]:
         """What the record of an update brings to notice."""
-        self._recent.append(record)
+        # Without target tokens nothing is learnt or skipped, and the loss of 0 says nothing.
+        empty = record["tokens"] == self._tokens
+        self._tokens = record["tokens"]
+        self._recent.append({**record, "empty": empty})
         loss = record["cross_entropy"]  # the loss itself may be that to a teacher
-        if loss is not None and len(self._first_losses) < ZERO_UPDATES:
+        if not empty and loss is not None and len(self._first_losses) < ZERO_UPDATES:
             self._first_losses.append(loss)
         return self._new(record["update"], self._of_updates(record["update"]))
 
@@ -134,16 +156,35 @@ class Diagnosis:
         return found
 
     def _losses(self) -> list[float]:
-        return [r["cross_entropy"] for r in self._recent if r["cross_entropy"] is not None]
+        return [
+            r["cross_entropy"]
+            for r in self._recent
+            if r["cross_entropy"] is not None and not r["empty"]
+        ]
 
     def _of_updates(self, update: int) -> Iterator[tuple[Kind, str]]:
         recent = self._recent
         last = list(recent)[-ZERO_UPDATES:]
         if len(last) == ZERO_UPDATES and all(r["grad_norm"] == 0 and r["applied"] for r in last):
             yield "gradient_zero", f"the gradient was zero for {ZERO_UPDATES} updates in a row"
+        # None in a model without a core. An update that changes nothing at all is another thing.
+        unchanged = [r["applied"] and r["core_update_norm"] == 0 and r["update_norm"] for r in last]
+        if len(last) == ZERO_UPDATES and all(unchanged):
+            yield (
+                "core_unchanged",
+                f"the core's weights stayed the same for {ZERO_UPDATES} updates in a row, while "
+                f"others changed (by a norm of {last[-1]['update_norm']:.3g})",
+            )
+        empty = sum(r["empty"] for r in recent)
+        in_a_row = len(last) == ZERO_UPDATES and all(r["empty"] for r in last)
+        if in_a_row or empty > SKIPPED_SHARE * WINDOW:
+            yield (
+                "empty_windows",
+                f"{empty} of the last {len(recent)} windows held no target token",
+            )
         if len(recent) < WINDOW:
             return
-        skipped = sum(not r["applied"] for r in recent) / WINDOW
+        skipped = sum(not r["applied"] and not r["empty"] for r in recent) / WINDOW
         if skipped > SKIPPED_SHARE:
             yield "many_skipped", f"{skipped:.0%} of the last {WINDOW} updates were skipped"
         wait = statistics.median(r["data_wait_fraction"] for r in recent)
@@ -154,7 +195,7 @@ class Diagnosis:
             return
         losses = self._losses()
         if losses:
-            yield from self._of_losses(statistics.fmean(losses))
+            yield from self._of_losses(update, statistics.fmean(losses))
         limit = self._config.optim.max_norm
         norms = [r["grad_norm"] for r in recent if r["grad_norm"] is not None]
         clipping = self._config.optim.clip in ("global", "two_pass", "previous_norm")
@@ -165,7 +206,7 @@ class Diagnosis:
                 f"{WINDOW} updates, {statistics.median(norms):.3g} in the median",
             )
 
-    def _of_losses(self, mean: float) -> Iterator[tuple[Kind, str]]:
+    def _of_losses(self, update: int, mean: float) -> Iterator[tuple[Kind, str]]:
         if mean > self._uniform + ABOVE_NATS:
             yield (
                 "loss_above_uniform",
@@ -181,13 +222,27 @@ class Diagnosis:
                 f"the mean loss of the last {WINDOW} updates is {mean:.3f}, {first:.3f} in the "
                 f"first {ZERO_UPDATES}: it does not fall",
             )
+        elif (
+            self.unigram is not None
+            and update >= self._unigram_from
+            and self._lowest_mean > self.unigram - FLAT_SHARE * self._uniform
+        ):
+            yield (
+                "loss_flat",
+                f"the mean loss of the last {WINDOW} updates is {mean:.3f}, where knowing only how "
+                f"common each token is gives {self.unigram:.3f}: it does not fall below",
+            )
 
     def _of_speed(self) -> Iterator[tuple[Kind, str]]:
         # By operations, because deep updates take longer without anything being wrong.
-        speed = statistics.median(
+        speeds = [
             r["tokens_per_second"] * self._flops(r["depth"], r["backprop_depth"])
             for r in self._recent
-        )
+            if not r["empty"]
+        ]
+        if len(speeds) < WINDOW // 2:
+            return
+        speed = statistics.median(speeds)
         if speed < SLOW_SHARE * self._best_speed:
             yield (
                 "throughput_falls",

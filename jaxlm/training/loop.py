@@ -64,7 +64,7 @@ from jaxlm.training.metrics import (
     RunLog,
     read_records,
 )
-from jaxlm.training.monitors import TEXTS, Alarm, Alarms, measure
+from jaxlm.training.monitors import TEXTS, Alarm, Alarms, due, measure
 from jaxlm.training.optimizer import describe_optimizer
 from jaxlm.training.out_of_memory import explaining_out_of_memory, memory_line
 from jaxlm.training.profiling import (
@@ -605,6 +605,9 @@ class Run:
         config, signals, goodput = self.config, self.signals, self.goodput
         title = f"Training {config.run.name}"
         start = self.progress.update
+        if not config.data.sources:  # tokens of a mixture are not as common as in one directory
+            validation_tokens = validation_stream(self.data, config.data)
+            self._diagnosis.unigram = unigram_cross_entropy(self.data, validation_tokens)
         with (
             signals.installed(),
             progress(title, self.until, start, config.logging.every) as advance,
@@ -623,16 +626,17 @@ class Run:
                     self._show(advance, record)
                 done = self.progress.update
                 evaluating = config.evaluation.every and done % config.evaluation.every == 0
+                watching = evaluating or due(config, done)
                 saving = done % config.checkpoint.every == 0 or done == self.until
                 # Looked at once: a signal that comes later ends the next update.
                 stopping = signals.received is not None
-                if evaluating or saving or stopping:
+                if watching or saving or stopping:
                     self._show(advance, self.read(pending))
                     pending = None
                     self._watchdog.pause()
                     goodput.switch("evaluation")
                     validation = self._periodic_validation() if evaluating else None
-                    stop = [a for a in self._watch() if a.action == "stop"] if evaluating else []
+                    stop = [a for a in self._watch() if a.action == "stop"] if watching else []
                     goodput.switch("checkpoint")
                     if saving or stopping or stop:
                         self.save(validation)

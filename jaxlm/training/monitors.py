@@ -1,4 +1,4 @@
-"""Watching a recurrent model during training: figures at each validation pass, and alarms.
+"""Watching a recurrent model during training: figures every some updates, and alarms.
 
 What can go wrong with weight-shared depth goes wrong quietly: the loss still falls while depth has
 stopped to matter, or while the state grows with every step beyond the trained ones. Each monitor is
@@ -17,9 +17,6 @@ from jaxlm.files import finite
 from jaxlm.models.build import Params
 from jaxlm.training.spec import StepSpec
 
-# Relative residual below which a step counts as idle.
-IDLE_RESIDUAL = 0.03
-
 # What happens, what usually causes it, what to look at first.
 TEXTS: dict[Monitor, str] = {
     "token_correlation": (
@@ -31,6 +28,12 @@ TEXTS: dict[Monitor, str] = {
         "more core steps hardly lower the loss: the model ignores its recurrence; usually the core "
         "is frozen or too small, or the prelude and coda do the work alone; look at "
         "relative_residual by step, raise depth.backprop or the core's layers"
+    ),
+    "idle_residual": (
+        "the state stands still after the first core step, so that further ones change nothing; "
+        "usually the core passes the prelude's output through and forgets its state, or its "
+        "weights are near zero; look at relative_residual by step and state_gain in "
+        "monitors.jsonl and at core_update_norm in metrics.jsonl, raise depth.backprop"
     ),
     "state_growth": (
         "the state grows from step to step and will overflow at larger depths; usually a missing "
@@ -54,7 +57,7 @@ TEXTS: dict[Monitor, str] = {
     ),
 }
 # Monitors whose alarm is a figure below its threshold.
-_BELOW = ("depth_gain",)
+_BELOW = ("depth_gain", "idle_residual")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +162,13 @@ class Alarms:
         ]
 
 
+def due(config: Config, update: int) -> bool:
+    """Whether monitors take their figures after so many updates, beside validation passes."""
+    every = config.monitors.every
+    watched = config.model.kind == "recurrent" and config.monitors.rows > 0
+    return watched and bool(every) and update % every == 0
+
+
 def measure(
     config: Config,
     spec: StepSpec,
@@ -174,7 +184,7 @@ def measure(
         params: parameters.
         rows: validation rows, of which the first `monitors.rows` are read.
         last_update: record of the last update. Depths are 0.5, 1, 2 and 4 times its mean depth;
-            `core_ratio` is of its changes.
+            `core_update_ratio` and `core_ratio` are of its changes.
 
     Returns:
         By name: numbers, numbers by step from 1 on, or None; infinities and NaN as they are.
@@ -207,12 +217,14 @@ def measure(
     )
     norm, correlation = states.state_norm.tolist(), states.state_correlation.tolist()
     residual = states.relative_residual.tolist()
-    idle = [step for step, x in enumerate(residual, start=1) if x < IDLE_RESIDUAL]
+    limit = config.monitors.idle_residual
+    idle = [step for step, x in enumerate(residual, start=1) if limit is not None and x < limit]
     hidden = float(states.hidden_correlation)
     return {
         "depth": mean,
         **{f"loss_{name}": value for name, value in loss.items()},
-        "depth_gain": loss["1"] - loss["mean"],
+        # At a mean depth of 1 both are the same loss, which tells nothing of what depth does.
+        "depth_gain": loss["1"] - loss["mean"] if mean > 1 else None,
         "overthinking": _worst(loss["double"], loss["quadruple"]) - loss["mean"],
         "state_norm": norm,
         "relative_residual": residual,
@@ -221,10 +233,18 @@ def measure(
         "token_correlation": max(correlation[mean - 1], hidden),
         "state_growth": _growth(norm),
         "first_idle_step": idle[0] if idle else None,
+        "idle_residual": _largest(residual[1:mean]),
         "state_gain": float(weights.state_gain),
         "input_gain": float(weights.input_gain),
-        "core_ratio": _core_ratio(last_update, float(weights.core_norm), float(weights.other_norm)),
+        **_core_changes(last_update, float(weights.core_norm), float(weights.other_norm)),
     }
+
+
+def _largest(values: list[float]) -> float | None:
+    """NaN if one of them is; None where there are none, as for the steps after the only one."""
+    if any(map(math.isnan, values)):
+        return math.nan
+    return max(values, default=None)
 
 
 def _worst(*losses: float) -> float:
@@ -239,10 +259,16 @@ def _growth(norm: list[float]) -> float:
     return norm[-1] / max(norm[0], 1e-30) if math.isfinite(norm[-1]) else math.inf
 
 
-def _core_ratio(record: dict[str, Any], core_norm: float, other_norm: float) -> float | None:
-    """Relative change of the core's weights in the last update, over that of all others."""
-    if not record["applied"] or record["update_norm"] is None:
-        return None
+def _core_changes(
+    record: dict[str, Any], core_norm: float, other_norm: float
+) -> dict[str, float | None]:
+    """Change over weights of the core in the last update, and this over the same of all others."""
+    if not record["applied"] or record["update_norm"] is None or core_norm <= 0:
+        return {"core_update_ratio": None, "core_ratio": None}
     core, whole = record["core_update_norm"], record["update_norm"]
     other = math.sqrt(max(whole**2 - core**2, 0.0))
-    return core / core_norm / (other / other_norm) if other > 0 and core_norm > 0 else None
+    ratio = core / core_norm
+    return {
+        "core_update_ratio": ratio,
+        "core_ratio": ratio / (other / other_norm) if other > 0 else None,
+    }

@@ -15,6 +15,8 @@ from helpers import long, params_of, tiny_model, write_documents
 from jaxlm.config import (
     CheckpointConfig,
     Config,
+    ControlConfig,
+    CurriculumConfig,
     DataConfig,
     DepthConfig,
     EvaluationConfig,
@@ -35,7 +37,7 @@ from jaxlm.models.layers import attention_mask, rotary_angles
 from jaxlm.models.recurrent import Core, spectral_norm, token_correlation
 from jaxlm.training import loop
 from jaxlm.training.metrics import read_records
-from jaxlm.training.monitors import TEXTS, Alarms, measure
+from jaxlm.training.monitors import TEXTS, Alarms, due, measure
 from jaxlm.training.spec import step_spec
 
 VOCABULARY, T, UPDATES = 32, 32, 200
@@ -218,7 +220,7 @@ def test_figures_come_from_losses_states_and_the_last_update(table_data, tmp_pat
     record = {"applied": True, "update_norm": 5.0, "core_update_norm": 3.0, "mean_depth": 3.0}
     figures = measure(config, spec, params, rows, record)
     unknown = measure(config, spec, params, rows, {**record, "update_norm": None})
-    assert unknown["core_ratio"] is None
+    assert (unknown["core_ratio"], unknown["core_update_ratio"]) == (None, None)
     depths = (1, 2, 3, 6, 12)
     losses = [
         evaluation.cross_entropy
@@ -236,14 +238,29 @@ def test_figures_come_from_losses_states_and_the_last_update(table_data, tmp_pat
         figures["state_correlation"][2], figures["hidden_correlation"]
     )
     assert figures["first_idle_step"] is None
-    assert min(figures["relative_residual"]) > 0.03
+    residual = figures["relative_residual"]
+    assert min(residual) > 0.03
+    assert figures["idle_residual"] == max(residual[1:3])
     leaves = {
         name: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(part)])
         for name, part in params.items()
     }
     core = np.linalg.norm(leaves.pop("core"))
     other = np.linalg.norm(np.concatenate(list(leaves.values())))
+    assert figures["core_update_ratio"] == pytest.approx(3 / core, rel=1e-5)
     assert figures["core_ratio"] == pytest.approx((3 / core) / (4 / other), rel=1e-5)
+    # Where the mean depth rounds to 1, depth 1 has nothing to be compared with.
+    shallow = measure(config, spec, params, rows, {**record, "mean_depth": 1.4})
+    assert (shallow["depth"], shallow["depth_gain"]) == (1, None)
+    assert shallow["idle_residual"] is None
+    assert shallow["loss_1"] == shallow["loss_mean"] == losses[0]
+    # Depths 2 and 4 are others than 1: what more steps do is known.
+    deeper = (shallow["loss_double"], shallow["loss_quadruple"])
+    assert shallow["overthinking"] == max(deeper) - losses[0]
+    # A step is idle below the setting, whatever it is.
+    for limit, first in ((1.01 * min(residual), residual.index(min(residual)) + 1), (None, None)):
+        changed = dataclasses.replace(config, monitors=MonitorsConfig(idle_residual=limit))
+        assert measure(changed, spec, params, rows, record)["first_idle_step"] == first
     # Rows are weighted by their tokens, whatever their batches.
     split, _ = trace(
         config.model, params, rows, depth=3, steps=12, max_steps=48, batch_rows=5, limit=16
@@ -257,6 +274,7 @@ def test_figures_come_from_losses_states_and_the_last_update(table_data, tmp_pat
 QUIET = {
     "token_correlation": 0.1,
     "depth_gain": 0.5,
+    "idle_residual": 0.2,
     "state_growth": 1.0,
     "overthinking": 0.0,
     "state_gain": 1.0,
@@ -283,6 +301,7 @@ def settings(**monitors) -> Config:
 LOUD = {
     "token_correlation": 0.95,
     "depth_gain": 0.01,
+    "idle_residual": 0.02,
     "state_growth": 5.0,
     "overthinking": 0.03,
     "state_gain": 4.5,
@@ -318,6 +337,37 @@ def test_nothing_counts_during_the_warm_up():
     events = follow(Alarms(config), passes)
     assert {update for update, _, _ in events} == {600}
     assert len(events) == len(TEXTS)
+
+
+@pytest.mark.parametrize("evaluation_every", [0, 40, 70, 500])
+def test_by_default_an_alarm_comes_at_most_200_updates_after_its_condition(evaluation_every):
+    config = Config(evaluation=EvaluationConfig(every=evaluation_every))
+    first, end = config.monitors.after_updates, 2000
+    passes = [u for u in range(1, end) if due(config, u)]
+    if evaluation_every:
+        passes = sorted({*passes, *range(evaluation_every, end, evaluation_every)})
+    waits = []
+    for last_good in range(400, 1200):  # right after a pass, and between passes
+        quiet_then_loud = [(u, {"state_growth": 5.0} if u > last_good else {}) for u in passes]
+        ((update, event, _),) = follow(Alarms(config), quiet_then_loud)
+        assert event == "raised"
+        waits.append(update - max(last_good, first))
+    # One pass at most `every` later sees it first, and one exactly `window` after that tells it.
+    assert max(waits) <= config.monitors.every + config.monitors.window == 200
+    if evaluation_every in (0, 500):
+        assert max(waits) == 200
+
+
+def test_when_monitors_are_due_beside_validation_passes():
+    def updates(**sections):
+        return [u for u in range(1, 301) if due(Config(**sections), u)]
+
+    assert updates() == [100, 200, 300]
+    assert updates(monitors=MonitorsConfig(every=150)) == [150, 300]
+    assert updates(monitors=MonitorsConfig(every=0)) == []
+    assert updates(monitors=MonitorsConfig(every=None)) == []
+    assert updates(monitors=MonitorsConfig(rows=0)) == []
+    assert updates(model=ModelConfig(kind="transformer")) == []
 
 
 def test_figures_that_are_not_finite():
@@ -374,8 +424,8 @@ def test_a_resumed_run_remembers_its_alarms():
 # ---------------------------------------------------------------- runs
 
 
-def healthy(table_data, tmp_path, seed):
-    config = config_for(table_data, tmp_path, seed)
+def healthy(table_data, tmp_path, seed, **sections):
+    config = config_for(table_data, tmp_path, seed, **sections)
     assert loop.train(config) == 0
     assert records_of(config, "alarms.jsonl") == []
     records = records_of(config, "monitors.jsonl")
@@ -395,12 +445,34 @@ def test_a_healthy_run_raises_nothing_and_compiles_its_monitors_once(table_data,
     assert report["alarms"] == []
     text = (directory / "report.md").read_text()
     assert "## Monitors after update 200" in text
+    assert f"| core_update_ratio | {records[-1]['core_update_ratio']:.4g} |" in text
+    assert records[-1]["idle_residual"] > 0.03
     assert "No alarm was raised." in text
     updates = records_of(config, "metrics.jsonl")
     assert all(0 < r["core_update_norm"] < r["update_norm"] for r in updates)
     assert 0.5 < records[-1]["core_ratio"] < 2
     residual, idle = records[-1]["relative_residual"], records[-1]["first_idle_step"]
     assert residual[idle - 1] < 0.03 <= min(residual[: idle - 1])
+
+
+def test_a_healthy_run_whose_mean_depth_begins_at_1_raises_nothing(table_data, tmp_path):
+    """From 1 at the start to 1 + 2 * 200 / 1000 = 1.4 at the end: rounded, always 1."""
+    control = ControlConfig(controllers=(CurriculumConfig(updates=1000),))
+    _, records = healthy(table_data, tmp_path, 1, control=control)
+    assert [(record["depth"], record["depth_gain"]) for record in records] == [(1, None)] * 4
+
+
+def test_monitors_have_passes_of_their_own(table_data, tmp_path):
+    evaluation = EvaluationConfig(every=0, depths=(3,), batch_rows=16, rows=16)
+    monitors = MonitorsConfig(every=80, after_updates=80, window=80)
+    config = config_for(table_data, tmp_path, evaluation=evaluation, monitors=monitors)
+    assert loop.train(config) == 0
+    records, updates = records_of(config, "monitors.jsonl"), records_of(config, "metrics.jsonl")
+    assert [record["update"] for record in records] == [80, 160]
+    # The weights are those after so many updates, each of which has been read.
+    assert [r["tokens"] for r in records] == [updates[u - 1]["tokens"] for u in (80, 160)]
+    assert records_of(config, "evaluations.jsonl") == []
+    assert len(updates) == UPDATES
 
 
 @pytest.mark.long
@@ -462,17 +534,19 @@ def test_each_failure_raises_its_own_alarm(table_data, tmp_path, monkeypatch, ca
     alarms = {alarm["monitor"]: alarm for alarm in records_of(config, "alarms.jsonl")}
     assert monitor in alarms, records_of(config, "monitors.jsonl")[-1]
     # The condition holds from the start and counts from update 100 on.
-    assert alarms[monitor]["since"] == 100
-    assert alarms[monitor]["update"] == 200
+    # A core that puts out the same whatever its state is stands still from the second step on.
+    for name in (monitor, "idle_residual") if monitor == "depth_gain" else (monitor,):
+        assert alarms[name]["since"] == 100
+        assert alarms[name]["update"] == 200
     output = capsys.readouterr().out
     assert output.count(f"ALARM at update 200: {monitor} is") == 1
     assert f"Alarm raised at update 200: {monitor}" in (tmp_path / "run/report.md").read_text()
     # Losses are those of other depths here, so other alarms may join; of these none may.
     unrelated = {
         "depth_gain": {"state_growth", "token_correlation", "overthinking"},
-        "overthinking": {"state_growth", "token_correlation", "depth_gain"},
+        "overthinking": {"state_growth", "token_correlation", "depth_gain", "idle_residual"},
         "token_correlation": {"state_growth", "overthinking"},
-        "state_growth": {"token_correlation"},
+        "state_growth": {"token_correlation", "idle_residual"},
     }
     assert not unrelated[monitor] & set(alarms)
 
@@ -484,7 +558,9 @@ def test_an_alarm_that_stops_saves_first_and_lets_the_same_command_go_on(
     config = config_for(
         table_data,
         tmp_path,
-        monitors=MonitorsConfig(after_updates=50, window=50, stop=("depth_gain",)),
+        monitors=MonitorsConfig(
+            after_updates=50, window=50, idle_residual=None, stop=("depth_gain",)
+        ),
         evaluation=EvaluationConfig(every=25, depths=(3,), batch_rows=16, rows=16),
         checkpoint=CheckpointConfig(every=1000),
     )

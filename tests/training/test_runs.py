@@ -40,7 +40,7 @@ from jaxlm.config import (
 )
 from jaxlm.errors import Failure, UserError
 from jaxlm.memory.devices import RTX3090
-from jaxlm.training import loop, out_of_memory
+from jaxlm.training import diagnosis, loop, out_of_memory
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce, RecompilationError
 from jaxlm.training.loading import load_resolved, load_run
@@ -381,6 +381,24 @@ def test_the_last_window_of_the_data_is_applied_with_its_true_weight(tmp_path):
     assert [len(b["blocks"]) for b in blocks] == [2, 2, 2, 2, 2, 1]
 
 
+def test_a_run_that_learns_how_common_tokens_are_alone_is_told_so(tmp_path, monkeypatch):
+    """Tokens drawn one by one, half of them the same: there is nothing else to learn."""
+    monkeypatch.setattr(diagnosis, "WINDOW", 10)
+    monkeypatch.setattr(diagnosis, "UNIGRAM_UPDATES", 30)
+    rng = np.random.default_rng(0)
+    documents = np.where(rng.random((500, 9)) < 0.5, 1, rng.integers(2, 64, (500, 9))).tolist()
+    data = write_documents(tmp_path / "data", documents, documents, 64)
+    config = config_for(data, model=tiny_model("transformer", width=16, heads=2, feed_forward=32))
+    assert loop.train(config) == 0
+    report = json.loads((directory_of(config) / "report.json").read_text())
+    unigram = report["unigram_cross_entropy"]
+    # ln 2 + ln(62) / 2 = 2.76: far below ln 64 = 4.16, to which a first loss is compared.
+    assert unigram == pytest.approx(2.76, abs=0.1)
+    (event,) = [e for e in report["events"] if e.get("finding") == "loss_flat"]
+    assert 30 + 4 <= event["update"] < 40
+    assert f"how common each token is gives {unigram:.3f}: it does not fall" in event["text"]
+
+
 def test_windows_without_targets_are_counted(tmp_path):
     """Documents of one token have no target."""
     documents = [[1], [2], [3, 4, 5], [6, 7]]
@@ -400,6 +418,7 @@ def test_windows_without_targets_are_counted(tmp_path):
     assert [r["learning_rate"] for r in applied] == pytest.approx([1e-3 / 3, 2e-3 / 3])
     report = json.loads((directory_of(config) / "report.json").read_text())
     assert (report["empty_windows"], report["nonfinite_updates"]) == (2, 0)
+    assert report["events"] == []  # two are not worth a line
 
 
 def test_a_run_that_stays_not_finite_stops_with_good_weights_on_disk(random_data, monkeypatch):

@@ -118,7 +118,7 @@ def lives(folder):
 
 
 def configure(folder: Path, name: str, runs: Path | None = None) -> tuple[Config, Path]:
-    """A run of 16 updates with 8 saves, 4 evaluations, pruning and the best kept.
+    """A run of 16 updates with 8 saves, 4 evaluations, monitors between, pruning, the best kept.
 
     Controllers decide, and the alarm of `depth_gain`, which nothing can reach, is raised.
     """
@@ -135,7 +135,7 @@ def configure(folder: Path, name: str, runs: Path | None = None) -> tuple[Config
                 SpikeConfig(window=3, deviations=0.5, updates=2),
             )
         ),
-        monitors=MonitorsConfig(rows=4, after_updates=0, window=4, depth_gain=9.0),
+        monitors=MonitorsConfig(every=3, rows=4, after_updates=0, window=4, depth_gain=9.0),
     )
     if runs is not None:
         run = loop.dataclasses.replace(config.run, directory=str(runs))
@@ -208,6 +208,8 @@ def undisturbed(folder, lives):
     result = outcome(config)
     assert [record["update"] for record in result["metrics"]] == list(range(UPDATES))
     assert [record["update"] for record in result["evaluations"]] == [4, 8, 12, 16]
+    watched = [json.loads(line)["update"] for line in result["monitors"].splitlines()]
+    assert watched == [3, 4, 6, 8, 9, 12, 15, 16]
     assert result["alarms"].count("depth_gain") == 1
     assert "Spike" in result["decisions"]
     assert "Curriculum" in result["decisions"]
