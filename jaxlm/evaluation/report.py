@@ -9,10 +9,8 @@ from typing import Any
 
 import rich.table
 
-from jaxlm.config import Config, load
 from jaxlm.evaluation.evaluate import Evaluation
 from jaxlm.files import write_atomically, write_json
-from jaxlm.training.monitors import Alarms
 
 _COLUMNS = (
     ("depth", "depth", "{}"),
@@ -53,19 +51,7 @@ def evaluation_json(
     }
 
 
-def not_judged(config: Config, passes: Sequence[dict[str, Any]]) -> str | None:
-    """Why no alarm could be raised: all passes of the monitors came too early; None if not."""
-    first = Alarms(config).first
-    if any(record["update"] >= first for record in passes):
-        return None
-    early = first > config.monitors.after_updates
-    setting = "optim.warmup_updates" if early else "monitors.after_updates"
-    return f"nothing is judged before update {first:,} ({setting})"
-
-
-def _markdown(
-    report: dict[str, Any], evaluations: Sequence[Evaluation], curves: bool, quiet: str
-) -> str:
+def _markdown(report: dict[str, Any], evaluations: Sequence[Evaluation], curves: bool) -> str:
     names = [name for name, _, _ in _COLUMNS]
     rows = [names, ["---:"] * len(names), *[_cells(e) for e in evaluations]]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -88,7 +74,7 @@ is {gain:.4f} nats below it.
 
 Updates skipped because a loss or gradient was not finite: {report["nonfinite_updates"]}. \
 Windows without a target token: {report["empty_windows"]}.
-{_monitors_markdown(report, curves, quiet)}{_events_markdown(report)}{picture}"""
+{_monitors_markdown(report, curves)}{_events_markdown(report)}{picture}"""
 
 
 def _events_markdown(report: dict[str, Any]) -> str:
@@ -98,11 +84,8 @@ def _events_markdown(report: dict[str, Any]) -> str:
     return text + ("\n## Noticed\n\n" + "\n".join(events) + "\n" if events else "")
 
 
-def _monitors_markdown(report: dict[str, Any], pictures: bool, quiet: str) -> str:
-    """The monitors' last figures and every alarm; nothing for a run that was not watched.
-
-    `quiet` is what stands there if there was no alarm.
-    """
+def _monitors_markdown(report: dict[str, Any], pictures: bool) -> str:
+    """The monitors' last figures and every alarm; nothing for a run that was not watched."""
     figures = report.get("monitors")
     if figures is None:
         return ""
@@ -124,7 +107,10 @@ def _monitors_markdown(report: dict[str, Any], pictures: bool, quiet: str) -> st
         f"\n* Alarm {alarm['event']} at update {alarm['update']:,}: {alarm['monitor']} is "
         f"{text(alarm['value'])}, threshold {alarm['threshold']:g}: {alarm['text']}"
         for alarm in report["alarms"]
-    ] or [f"\n{quiet}"]
+    ]
+    if not report["alarms"]:
+        why = report.get("not_judged")
+        lines.append("\nNo alarm was raised" + ("." if why is None else f": {why}."))
     return "\n".join(lines) + "\n"
 
 
@@ -234,10 +220,11 @@ def write_report(
     """Write report.json, report.md and, with the extra `report` installed, pictures.
 
     Args:
-        directory: the run; its config.yaml says from which update on alarms are raised.
+        directory: the run.
         report: from :func:`evaluation_json`, with `name`, `model`, `parameters`, `tokens`,
-            `nonfinite_updates`, `empty_windows`; of a run that was watched, `monitors` and
-            `alarms`; where known, `goodput_line` and `events`.
+            `nonfinite_updates`, `empty_windows`; of a run that was watched, `monitors`,
+            `alarms` and `not_judged`, why none could be raised; where known, `goodput_line` and
+            `events`.
         evaluations: the final figures of each depth.
         metrics: records of metrics.jsonl.
         validation: records of evaluations.jsonl.
@@ -249,9 +236,7 @@ def write_report(
     """
     curves = importlib.util.find_spec("matplotlib") is not None
     write_json(directory / "report.json", report)
-    early = not_judged(load([directory / "config.yaml"]), monitors)
-    quiet = "No alarm was raised." if early is None else f"No alarm was raised: {early}."
-    write_atomically(directory / "report.md", _markdown(report, evaluations, curves, quiet))
+    write_atomically(directory / "report.md", _markdown(report, evaluations, curves))
     if not curves:
         return ["report.md", "report.json"]
     unigram = report["unigram_cross_entropy"]

@@ -112,14 +112,11 @@ class Diagnosis:
     Args:
         config: of the run, with its vocabulary size.
         named: kinds that the run has named before.
-
-    Attributes:
         unigram: cross-entropy of knowing only how common each token is; None where it is unknown.
     """
 
-    def __init__(self, config: Config, named: Iterable[str] = ()):
-        self._config = config
-        self.unigram: float | None = None
+    def __init__(self, config: Config, named: Iterable[str] = (), unigram: float | None = None):
+        self._config, self._unigram = config, unigram
         self._uniform = math.log(config.model.vocabulary)
         self._begin = config.optim.warmup_updates + WINDOW  # nothing is judged before
         self._unigram_from = config.optim.warmup_updates + UNIGRAM_UPDATES
@@ -223,14 +220,14 @@ class Diagnosis:
                 f"first {ZERO_UPDATES}: it does not fall",
             )
         elif (
-            self.unigram is not None
+            self._unigram is not None
             and update >= self._unigram_from
-            and self._lowest_mean > self.unigram - FLAT_SHARE * self._uniform
+            and self._lowest_mean > self._unigram - FLAT_SHARE * self._uniform
         ):
             yield (
                 "loss_flat",
                 f"the mean loss of the last {WINDOW} updates is {mean:.3f}, where knowing only how "
-                f"common each token is gives {self.unigram:.3f}: it does not fall below",
+                f"common each token is gives {self._unigram:.3f}: it does not fall below",
             )
 
     def _of_speed(self) -> Iterator[tuple[Kind, str]]:

@@ -21,7 +21,6 @@ from jaxlm.config import Config, Monitor
 from jaxlm.data.pipeline import Windows, open_sources, training_windows
 from jaxlm.data.shards import DataDirectory
 from jaxlm.errors import Failure, UserError
-from jaxlm.evaluation.report import not_judged
 from jaxlm.models.depth import draw_depth
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.checks import Cause, Check, Result, listed, result, skipped
@@ -39,7 +38,7 @@ from jaxlm.training.metrics import (
     STARTS,
     read_records,
 )
-from jaxlm.training.monitors import TEXTS, Alarms
+from jaxlm.training.monitors import TEXTS, Alarms, not_judged
 from jaxlm.training.optimizer import build_schedule
 from jaxlm.training.rewind import Rewinds
 from jaxlm.training.spec import step_spec
@@ -297,13 +296,13 @@ def monitors(of: FinishedRun) -> Result:
         update, logged_beyond = record["update"], record["beyond"]
         beyond = _beyond(alarms, record) if update >= of.since else logged_beyond
         wrong += [
-            f"{monitor} of update {update} is {_short(record[monitor])} and logged as "
+            f"{monitor} of update {update} is {_short(record.get(monitor))} and logged as "
             f"{'beyond' if monitor in logged_beyond else 'not beyond'} its threshold "
             f"({getattr(of.config.monitors, monitor)}, judged from update {alarms.first:,} on)"
             for monitor in TEXTS
             if (monitor in beyond) != (monitor in logged_beyond)
         ]
-        alarms._follow(update, beyond)
+        alarms.follow(update, beyond)
     standing: list[str] = list(alarms.raised)
     logged: list[str] = []
     for alarm in of.alarms:
@@ -355,7 +354,7 @@ def _beyond(alarms: Alarms, record: dict[str, Any]) -> list[Monitor]:
     return [
         monitor
         for monitor in TEXTS
-        if monitor in (record["beyond"] if record[monitor] is None else due)
+        if monitor in (record["beyond"] if record.get(monitor) is None else due)
     ]
 
 

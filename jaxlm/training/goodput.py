@@ -66,6 +66,11 @@ class Goodput:
         self._switched, before, self._kind = now, self._kind, kind
         return before
 
+    def spent(self, *kinds: Kind) -> float:
+        """Seconds of these kinds so far."""
+        self.switch(self._kind)
+        return sum(self._seconds[kind] for kind in kinds)
+
     def move(self, kind: Kind, seconds: float) -> None:
         """Seconds that were counted as the present kind belong to another."""
         self._seconds[self._kind] -= seconds

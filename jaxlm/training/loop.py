@@ -64,7 +64,7 @@ from jaxlm.training.metrics import (
     RunLog,
     read_records,
 )
-from jaxlm.training.monitors import TEXTS, Alarm, Alarms, due, measure
+from jaxlm.training.monitors import TEXTS, Alarm, Alarms, due, measure, not_judged
 from jaxlm.training.optimizer import describe_optimizer
 from jaxlm.training.out_of_memory import explaining_out_of_memory, memory_line
 from jaxlm.training.profiling import (
@@ -308,7 +308,9 @@ class Run:
     def _read_what_was(self) -> None:
         """Let everything that follows the records see those of before."""
         named = [e["finding"] for e in read_records(self.directory / EVENTS) if "finding" in e]
-        self._diagnosis = Diagnosis(self.config, named)
+        # Tokens of a mixture are not as common as in the directory that the validation is of.
+        unigram = None if self.config.data.sources else self._unigram()
+        self._diagnosis = Diagnosis(self.config, named, unigram)
         self._spikes = SpikeWatch(self.config.rewind)
         passes = {e["update"]: e for e in read_records(self.directory / EVALUATIONS)}
         for record in read_records(self.directory / METRICS):
@@ -316,6 +318,9 @@ class Run:
             self._spikes.read(record)
             if record["update"] + 1 in passes:
                 self._diagnosis.read_evaluation(passes[record["update"] + 1])
+
+    def _unigram(self) -> float:
+        return unigram_cross_entropy(self.data, validation_stream(self.data, self.config.data))
 
     def _refuse_to_start_over(self) -> None:
         """Starting anew empties the records: not where they say that checkpoints should be here.
@@ -605,9 +610,6 @@ class Run:
         config, signals, goodput = self.config, self.signals, self.goodput
         title = f"Training {config.run.name}"
         start = self.progress.update
-        if not config.data.sources:  # tokens of a mixture are not as common as in one directory
-            validation_tokens = validation_stream(self.data, config.data)
-            self._diagnosis.unigram = unigram_cross_entropy(self.data, validation_tokens)
         with (
             signals.installed(),
             progress(title, self.until, start, config.logging.every) as advance,
@@ -705,7 +707,8 @@ class Run:
         self.goodput.record(self.progress.update)
         goodput = summary(read_accounts(self.directory))
         assert goodput is not None
-        unigram = unigram_cross_entropy(self.data, validation_stream(self.data, self.config.data))
+        unigram = self._unigram()
+        passes = read_records(self.directory / MONITORS)
         report = evaluation_json(
             evaluations,
             unigram,
@@ -716,7 +719,8 @@ class Run:
             tokens=self.progress.tokens,
             nonfinite_updates=self.progress.nonfinite_updates,
             empty_windows=self.progress.empty_windows,
-            monitors=next(reversed(read_records(self.directory / MONITORS)), None),
+            monitors=next(reversed(passes), None),
+            not_judged=not_judged(self.config, passes),
             alarms=read_records(self.directory / ALARMS),
             events=read_records(self.directory / EVENTS),
             goodput=goodput,
@@ -729,7 +733,7 @@ class Run:
             evaluations,
             read_records(self.directory / METRICS),
             read_records(self.directory / EVALUATIONS),
-            read_records(self.directory / MONITORS),
+            passes,
             thresholds,
         )
         screen = console()
@@ -785,16 +789,10 @@ class _Profiling:
             made = f"{len(self._records)} of {self._settings.updates} updates"
             print(f"No {PROFILE}: {made} were profiled before the run ended", flush=True)
 
-    def _evaluating_and_saving(self) -> float:
-        """Seconds of these so far, as the run accounts for them."""
-        goodput = self._run.goodput
-        goodput.switch(goodput.switch("training"))  # counts what has not been counted yet
-        return goodput._seconds["evaluation"] + goodput._seconds["checkpoint"]
-
     def _after_update(self, now: float, data_seconds: float) -> None:
         """What the host did since the last profiled update, but for data, evaluation and saving."""
         if self._ended is not None:
-            apart = self._evaluating_and_saving() - self._apart
+            apart = self._run.goodput.spent("evaluation", "checkpoint") - self._apart
             self._records[-1]["host"] = now - self._ended - data_seconds - apart
 
     @contextlib.contextmanager
@@ -818,7 +816,7 @@ class _Profiling:
         yield
         jax.block_until_ready(run.state)
         self._ended = time.perf_counter()
-        self._apart = self._evaluating_and_saving()
+        self._apart = self._run.goodput.spent("evaluation", "checkpoint")
         length = window["tokens"].shape[-1] - 1
         self._left -= 1
         self._records.append(

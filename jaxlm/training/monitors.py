@@ -7,7 +7,7 @@ one figure with a threshold, see MonitorsConfig and docs/control.md.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxlm.config import Config, Monitor
@@ -105,7 +105,7 @@ class Alarms:
         self.since: dict[Monitor, int] = {}
         self.raised: list[Monitor] = []
         for record in records:
-            self._follow(record["update"], record["beyond"])
+            self.follow(record["update"], record["beyond"])
 
     def beyond(self, update: int, figures: dict[str, Any]) -> list[Monitor]:
         """Monitors whose figure is beyond its threshold; a missing one ends no standing alarm."""
@@ -113,7 +113,7 @@ class Alarms:
             return []
         found: list[Monitor] = []
         for monitor in TEXTS:
-            value, threshold = figures[monitor], getattr(self.settings, monitor)
+            value, threshold = figures.get(monitor), getattr(self.settings, monitor)
             if threshold is None:
                 continue
             if value is None or math.isnan(value):
@@ -123,10 +123,8 @@ class Alarms:
                 found.append(monitor)
         return found
 
-    def _follow(
-        self, update: int, beyond: Iterable[Monitor]
-    ) -> tuple[list[Monitor], list[Monitor]]:
-        """What the figures of a pass raise and clear."""
+    def follow(self, update: int, beyond: Iterable[Monitor]) -> tuple[list[Monitor], list[Monitor]]:
+        """What a pass raises and clears, by the monitors that are beyond their thresholds."""
         self.since = {monitor: self.since.get(monitor, update) for monitor in beyond}
         window = self.settings.window
         raised: list[Monitor] = [
@@ -142,7 +140,7 @@ class Alarms:
     def __call__(self, update: int, figures: dict[str, Any]) -> list[Alarm]:
         """Alarms that the figures of a pass raise or clear."""
         before = dict(self.since)
-        raised, cleared = self._follow(update, self.beyond(update, figures))
+        raised, cleared = self.follow(update, self.beyond(update, figures))
 
         def alarm(event: str, monitor: Monitor, since: int) -> Alarm:
             return Alarm(
@@ -160,6 +158,16 @@ class Alarms:
             *[alarm("raised", monitor, self.since[monitor]) for monitor in raised],
             *[alarm("cleared", monitor, before[monitor]) for monitor in cleared],
         ]
+
+
+def not_judged(config: Config, passes: Sequence[dict[str, Any]]) -> str | None:
+    """Why no alarm could be raised: all passes came too early; None where one did not."""
+    first = Alarms(config).first
+    if any(record["update"] >= first for record in passes):
+        return None
+    warming = first > config.monitors.after_updates
+    setting = "optim.warmup_updates" if warming else "monitors.after_updates"
+    return f"nothing is judged before update {first:,} ({setting})"
 
 
 def due(config: Config, update: int) -> bool:

@@ -128,8 +128,7 @@ def test_a_loss_that_stays_at_the_unigram_cross_entropy_is_flat(
         model=tiny_model(vocabulary_size=vocabulary),
         optim=OptimConfig(warmup_updates=warm_up),
     )
-    diagnosis, found = Diagnosis(config), []
-    diagnosis.unigram = unigram
+    diagnosis, found = Diagnosis(config, unigram=unigram), []
     noise = np.random.default_rng(0).normal(0, 0.05, 3000)
     for update in range(3000):
         loss = float(np.interp(update, *zip(*curve, strict=True)) + noise[update])

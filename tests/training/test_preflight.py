@@ -62,7 +62,7 @@ from jaxlm.training import compilation, finished, loop, preflight_memory, step
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.checks import Cause, Result, ranked, result
 from jaxlm.training.control import Plateau
-from jaxlm.training.monitors import TEXTS
+from jaxlm.training.monitors import TEXTS, not_judged
 from jaxlm.training.preflight import CHECKS, Preflight
 from jaxlm.training.preflight_control import check_control
 from jaxlm.training.reach import reached
@@ -868,7 +868,9 @@ def finished_run(data) -> Path:
     config = config_for(
         data,
         run=RunConfig(name="finished", directory=str(data.parent / "runs"), seed=5),
-        monitors=MonitorsConfig(after_updates=10, window=10, depth_gain=None, core_ratio=None),
+        monitors=MonitorsConfig(
+            after_updates=10, window=10, depth_gain=None, idle_residual=None, core_ratio=None
+        ),
         control=ControlConfig(
             controllers=(
                 CurriculumConfig(updates=20),
@@ -1036,17 +1038,18 @@ def test_monitors_that_never_judged_are_no_pass(finished_run, tmp_path):
 
 
 def test_a_report_says_that_nothing_was_judged(finished_run, tmp_path):
-    directory = tmp_path / "run"
-    shutil.copytree(finished_run, directory)
-    path, report = directory / "config.yaml", json.loads((directory / "report.json").read_text())
-    text = path.read_text()
+    report = json.loads((finished_run / "report.json").read_text())
+    evaluations = [Evaluation(**figures) for figures in report["evaluations"]]
     passes = [{"update": update} for update in (10, 20, 30, 40)]
+    config = Config()
 
     def words(after: int) -> str:
-        path.write_text(text.replace("after_updates: 10", f"after_updates: {after}"))
-        evaluations = [Evaluation(**figures) for figures in report["evaluations"]]
-        write_report(directory, {**report, "alarms": []}, evaluations, [], [], passes)
-        return (directory / "report.md").read_text()
+        monitors = dataclasses.replace(config.monitors, after_updates=after)
+        why = not_judged(dataclasses.replace(config, monitors=monitors), passes)
+        write_report(
+            tmp_path, {**report, "alarms": [], "not_judged": why}, evaluations, [], [], passes
+        )
+        return (tmp_path / "report.md").read_text()
 
     assert "No alarm was raised.\n" in words(40)
     line = "No alarm was raised: nothing is judged before update 41 (monitors.after_updates).\n"
