@@ -96,7 +96,7 @@ class Phases:
     """
 
     def __init__(self, spec: StepSpec):
-        self._spec, self._compiled = spec, False
+        self._spec = spec
         self.separate = (
             spec.update == "after_backward" and spec.optim.accumulation == "token_weighted"
         )
@@ -104,34 +104,37 @@ class Phases:
     def measure(
         self, state: TrainState, window: Window, depth: Array, backprop: Array, rate: Array
     ) -> tuple[TrainState, dict[str, float]]:
-        """Run each program with a clock; the first call of this runs all once before, to compile.
-
-        One run each, as the step has one: the second of two finds its memory as the first left it.
+        """Run each program twice, the second time with a clock.
 
         Returns:
             The state, which has been donated and is the same; seconds by program: `forward`,
             `loss` (with the forward pass), and where they are separate `gradients` (with both) and
             `optimizer`.
         """
-        if not self._compiled:
-            self._compiled = True
-            state, _ = self.measure(state, window, depth, backprop, rate)
         spec, arguments = self._spec, (window, depth, backprop)
-        seconds: dict[str, float] = {}
-        for name, with_loss in (("forward", False), ("loss", True)):
-            _, seconds[name] = _timed(_forward, spec, with_loss, state, *arguments)
-        if self.separate:
-            grads, seconds["gradients"] = _timed(_gradients, spec, state, *arguments)
-            never = jnp.asarray(False)
-            (state, _), seconds["optimizer"] = _timed(_optimizer, spec, state, *grads, rate, never)
+        seconds = {
+            "forward": _timed(lambda: _forward(spec, False, state, *arguments)),
+            "loss": _timed(lambda: _forward(spec, True, state, *arguments)),
+        }
+        if not self.separate:
+            return state, seconds
+        seconds["gradients"] = _timed(lambda: _gradients(spec, state, *arguments))
+        result = _gradients(spec, state, *arguments)
+        never = jnp.asarray(False)
+        for _ in range(2):  # a donated state cannot be used twice
+            jax.block_until_ready(result)
+            began = time.perf_counter()
+            state, norm = _optimizer(spec, state, *result, rate, never)
+            jax.block_until_ready((state, norm))
+            seconds["optimizer"] = time.perf_counter() - began
         return state, seconds
 
 
-def _timed(program: Any, *arguments: Any) -> tuple[Any, float]:
-    """What a program gives, and its seconds."""
+def _timed(run: Any) -> float:
+    jax.block_until_ready(run())
     began = time.perf_counter()
-    result = jax.block_until_ready(program(*arguments))
-    return result, time.perf_counter() - began
+    jax.block_until_ready(run())
+    return time.perf_counter() - began
 
 
 @dataclasses.dataclass(frozen=True)
