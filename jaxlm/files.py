@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -183,15 +184,20 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def write_all(file: FileIO, data: bytes) -> None:
+    """Write to the end: a disk that fills up takes a part, and says so at the next write."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file under a temporary name, sync it, and rename it into place."""
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(path.name + ".tmp")
     with naming(path):
         with temporary.open("wb", buffering=0) as file:  # a failed write is not tried again
-            view = memoryview(data)
-            while view:
-                view = view[file.write(view) :]
+            write_all(file, data)
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_directory(path.parent)
@@ -202,14 +208,12 @@ def append_line(path: Path, line: str) -> None:
 
     What a power failure left of a line, without its end, is cut off first.
     """
-    left = (line + "\n").encode()
     with naming(path), path.open("ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
         if file.read(1) not in (b"", b"\n"):
             file.truncate(path.read_bytes().rfind(b"\n") + 1)
-        while left:  # a disk that fills up takes a part, and says so at the next write
-            left = left[file.write(left) :]
+        write_all(file, (line + "\n").encode())
         os.fsync(file.fileno())
 
 

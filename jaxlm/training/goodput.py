@@ -13,14 +13,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxlm.files import append_line, naming
+from jaxlm.files import append_line, naming, write_all
 
 GOODPUT = "goodput.jsonl"
 Kind = Literal["start", "training", "compile", "data", "evaluation", "checkpoint", "profile"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _EVERY_SECONDS = 60.0  # between records
-_FIELDS = {"start", "update", "seconds", "made_again_updates", "made_again_seconds"}
-_FIELDS |= {"unrecorded_seconds"}
+# What a record has, beside its time.
+_FIELDS = {
+    *("start", "update", "seconds"),
+    *("made_again_updates", "made_again_seconds", "unrecorded_seconds"),
+}
 
 
 def _process_age() -> float:
@@ -80,10 +83,8 @@ class Goodput:
         """Write the sums so far; with `due_only` once a minute."""
         if due_only and time.perf_counter() - self._recorded < _EVERY_SECONDS:
             return
-        left = (self._entry(update) + "\n").encode()
         with naming(self._path):
-            while left:
-                left = left[self._file.write(left) :]
+            write_all(self._file, (self._entry(update) + "\n").encode())
             os.fsync(self._file.fileno())
 
     def close(self, update: int) -> None:

@@ -18,7 +18,7 @@ from tensorboardX.proto.event_pb2 import (
 from tensorboardX.summary import scalar
 
 from jaxlm.errors import Failure, UserError
-from jaxlm.files import write_atomically
+from jaxlm.files import write_all, write_atomically
 
 METRICS, BLOCKS, EVALUATIONS = "metrics.jsonl", "blocks.jsonl", "evaluations.jsonl"
 MONITORS, ALARMS, DECISIONS = "monitors.jsonl", "alarms.jsonl", "decisions.jsonl"
@@ -142,11 +142,9 @@ class RunLog:
             ) from error
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
-        left = (json.dumps(record, allow_nan=False) + "\n").encode()
         file = self._files[name]
         with self._naming(file.name):
-            while left:  # a disk that fills up takes a part, and says so at the next write
-                left = left[file.write(left) :]
+            write_all(file, (json.dumps(record, allow_nan=False) + "\n").encode())
 
     def _write_event(self, event: Event) -> None:
         assert self._tensorboard is not None
