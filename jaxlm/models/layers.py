@@ -17,6 +17,10 @@ from jaxlm.config import ModelConfig
 # Purposes that random keys of a row are folded with; core step i uses FIRST_STEP + i.
 EMBEDDING_DROPOUT, INITIAL_STATE, LAYERS, FIRST_STEP = 0, 1, 2, 3
 
+# Attention's scores of one layer, float32, that may exist together with `remat: full`. The backward
+# pass holds about five arrays of their size.
+SCORES_AT_ONCE = 16 * 2**20
+
 # Standard deviation of weights at width D: "small init" (Nguyen & Salazar 2019; Takase et al.
 # 2023, "Spike No More"), which Huginn uses as well.
 WEIGHT_SCALE = math.sqrt(2 / 5)
@@ -133,26 +137,24 @@ def attention_by_groups(q_BTHS: Array, k_BTKS: Array, v_BTKS: Array, mask: Array
     """Causal attention, one key-value head with its queries after another.
 
     Scores exist for one group at a time, [B, H/K, T, T], and are computed again in the backward
-    pass: at 32 heads and 2,048 positions that takes 1.3 GB off an update.
+    pass: at 32 heads and 2,048 positions that takes 1.3 GB off an update. Scores of all groups
+    below `SCORES_AT_ONCE` bytes are computed together, since the loop costs more than they do.
     """
-    rows, length, heads, size = q_BTHS.shape
-    groups = k_BTKS.shape[2]
-    q_KBTGS = jnp.moveaxis(q_BTHS.reshape(rows, length, groups, heads // groups, size), 2, 0)
 
     @jax.checkpoint
-    def of_group(group: tuple[Array, Array, Array]) -> Array:
-        q_BTGS, k_BTS, v_BTS = group
+    def attend(q_BTHS: Array, k_BTKS: Array, v_BTKS: Array) -> Array:
         return jax.nn.dot_product_attention(
-            q_BTGS,
-            k_BTS[:, :, None],
-            v_BTS[:, :, None],
-            mask=mask,
-            is_causal=True,
-            implementation="xla",
+            q_BTHS, k_BTKS, v_BTKS, mask=mask, is_causal=True, implementation="xla"
         )
 
+    rows, length, heads, size = q_BTHS.shape
+    if 4 * rows * heads * length**2 <= SCORES_AT_ONCE:
+        return attend(q_BTHS, k_BTKS, v_BTKS)
+    groups = k_BTKS.shape[2]
+    q_KBTGS = jnp.moveaxis(q_BTHS.reshape(rows, length, groups, heads // groups, size), 2, 0)
     y_KBTGS = jax.lax.map(
-        of_group, (q_KBTGS, jnp.moveaxis(k_BTKS, 2, 0), jnp.moveaxis(v_BTKS, 2, 0))
+        lambda group: attend(group[0], group[1][:, :, None], group[2][:, :, None]),
+        (q_KBTGS, jnp.moveaxis(k_BTKS, 2, 0), jnp.moveaxis(v_BTKS, 2, 0)),
     )
     return jnp.moveaxis(y_KBTGS, 0, 2).reshape(q_BTHS.shape)
 

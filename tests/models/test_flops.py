@@ -13,6 +13,7 @@ from jax.interpreters import partial_eval
 
 from jaxlm.config import ModelConfig, RecurrentConfig, TransformerConfig
 from jaxlm.losses import chunked_cross_entropy
+from jaxlm.models import layers
 from jaxlm.models.build import apply, init_params
 from jaxlm.models.flops import flops_per_token
 from jaxlm.models.layers import attention_mask, rotary_angles
@@ -123,10 +124,13 @@ def products(jaxpr) -> float:
     return total
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize(
+    ("remat", "scores_at_once"), [("none", 0), ("dots", 0), ("full", 0), ("full", 2**20)]
+)
 @pytest.mark.parametrize("kind", ["recurrent", "transformer"])
-def test_rematerialisation_costs_what_the_formula_says(kind, remat):
+def test_rematerialisation_costs_what_the_formula_says(kind, remat, scores_at_once, monkeypatch):
     """The training loss as it is, scans and all: every step has gradient."""
+    monkeypatch.setattr(layers, "SCORES_AT_ONCE", scores_at_once)
     config = dataclasses.replace(model(kind), remat=remat)
 
     def summed(params):

@@ -14,6 +14,7 @@ from helpers import (
 )
 
 from jaxlm.losses import chunked_cross_entropy
+from jaxlm.models import layers
 from jaxlm.models.build import apply
 from jaxlm.models.layers import (
     RMSNorm,
@@ -161,7 +162,10 @@ def training_loss(config, params, tokens, depth, backprop, max_backprop):
 
 
 @pytest.mark.parametrize("kind", ["recurrent", long("transformer")])
-def test_rematerialisation_changes_no_gradient(tokens, kind):
+@pytest.mark.parametrize("scores_at_once", [0, layers.SCORES_AT_ONCE])
+def test_rematerialisation_changes_no_gradient(tokens, kind, scores_at_once, monkeypatch):
+    monkeypatch.setattr(layers, "SCORES_AT_ONCE", scores_at_once)
+
     def grads(remat):
         config = tiny_model(kind, dropout=0.1, remat=remat)
         loss = jax.value_and_grad(lambda p, n, k: training_loss(config, p, tokens, n, k, 3))
@@ -170,6 +174,19 @@ def test_rematerialisation_changes_no_gradient(tokens, kind):
     plain = grads("none")
     for remat in ("full", "dots"):
         assert largest_difference(plain, grads(remat)) <= 1e-6
+
+
+def test_attention_takes_one_group_at_a_time_where_scores_are_large():
+    """Eight heads of 1,024 positions: float32 scores of all of them never exist together."""
+    length, heads = 1024, 8
+    x = jax.ShapeDtypeStruct((1, length, heads, 16), jnp.float32)
+
+    def total(q, k, v):
+        mask = jnp.ones((1, 1, length, length), bool)
+        return jnp.sum(layers.attention_by_groups(q, k, v, mask) ** 2)
+
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(x, x, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * heads * length**2
 
 
 def unrolled(config, params, tokens, depth, backprop):
