@@ -30,7 +30,7 @@ from jaxlm.training.metrics import METRICS, read_records
 from jaxlm.training.profiling import PROFILE
 
 ROOT = Path(__file__).parents[1]
-PROFILED, UPDATES = 9, 21
+PROFILED, UPDATES = 9, 33
 SMALL, WIDE = (128, 4, 384), (768, 12, 2304)  # width, heads, hidden width
 # Kind, size and rematerialisation.
 CASES = [
@@ -84,7 +84,7 @@ def seconds_of(config: Config) -> list[float]:
     with contextlib.redirect_stdout(io.StringIO()):
         assert loop.train(config) == 0
     records = read_records(Path(config.run.directory) / config.run.name / METRICS)
-    return [record["seconds"] for record in records[PROFILED + 5 :]]
+    return [record["seconds"] for record in records[2 * PROFILED + 3 :]]
 
 
 def measure(directory: Path, kind: str, size: tuple[int, int, int], remat: str) -> dict[str, Any]:

@@ -614,8 +614,8 @@ class RewindConfig:
 class ProfileConfig:
     """Where the time of an update goes."""
 
-    # Updates after the compilation of a new run that are timed by phase, each with all its phases
-    # once more beside it; 0 times none.
+    # Updates of a new run that are timed by phase, each with all its phases once more after it:
+    # every second one after the compilation. 0 times none.
     updates: Count = 0
     # Updates [first, last) whose JAX profiler trace is written to the run's trace folder, for
     # TensorBoard or Perfetto; null writes none.

@@ -619,22 +619,28 @@ class Run:
             self._watchdog.begin(start)
             pending: _Pending | None = None
             stopping = False
+
+            def finish(pending: _Pending) -> None:
+                record = self.read(pending)
+                if pending.update == start and record["peak_memory_bytes"]:
+                    print(memory_line(self._step.planned, record["peak_memory_bytes"]))
+                self._show(advance, record)
+
             while self.progress.update < self.until and not stopping:
+                alone = self._profiling.busy
                 previous, pending = pending, self.dispatch()
                 if previous is not None:
-                    record = self.read(previous)
-                    if previous.update == start and record["peak_memory_bytes"]:
-                        print(memory_line(self._step.planned, record["peak_memory_bytes"]))
-                    self._show(advance, record)
+                    finish(previous)
                 done = self.progress.update
                 evaluating = config.evaluation.every and done % config.evaluation.every == 0
                 watching = evaluating or due(config, done)
                 saving = done % config.checkpoint.every == 0 or done == self.until
                 # Looked at once: a signal that comes later ends the next update.
                 stopping = signals.received is not None
-                if watching or saving or stopping:
-                    self._show(advance, self.read(pending))
+                if alone or watching or saving or stopping:
+                    finish(pending)
                     pending = None
+                if watching or saving or stopping:
                     self._watchdog.pause()
                     goodput.switch("evaluation")
                     validation = self._periodic_validation() if evaluating else None
@@ -751,12 +757,11 @@ class _Profiling:
     def __init__(self, run: Run):
         self._run, self._settings = run, run.config.profile
         done = (run.directory / PROFILE).exists() or run.progress.update > 0
-        self._left = 0 if done else self._settings.updates
-        self._phases = Phases(run.spec) if self._left else None
+        self._phases = None if done or self._settings.updates == 0 else Phases(run.spec)
         self._records: list[dict[str, float]] = []
-        self._ended: float | None = None
-        # Seconds of evaluation and saving when the last profiled update ended.
-        self._apart = 0.0
+        # When the update before one that is timed ended, and the seconds of evaluation and saving
+        # by then.
+        self._before: tuple[float, float] | None = None
         self._tracing = False
 
     def before(self, update: int) -> None:
@@ -780,49 +785,44 @@ class _Profiling:
         """At the end of the updates, end what one more of them would have ended."""
         if self._tracing:
             self._end_trace()
-        if self._phases is None:
-            return
-        self._after_update(time.perf_counter(), 0.0)
-        if self._left == 0:
-            self._finish()
-        else:
+        if self._phases is not None:
             made = f"{len(self._records)} of {self._settings.updates} updates"
             print(f"No {PROFILE}: {made} were profiled before the run ended", flush=True)
 
-    def _after_update(self, now: float, data_seconds: float) -> None:
-        """What the host did since the last profiled update, but for data, evaluation and saving."""
-        if self._ended is not None:
-            apart = self._run.goodput.spent("evaluation", "checkpoint") - self._apart
-            self._records[-1]["host"] = now - self._ended - data_seconds - apart
+    @property
+    def busy(self) -> bool:
+        """Whether each update is to be waited for, since it is timed or goes before one that is."""
+        return self._phases is not None
 
     @contextlib.contextmanager
     def timing(self, update: int, arguments: Any, settings: Settings) -> Iterator[None]:
-        """Run the step in the block, with the clock and the phases around it where asked for."""
+        """Run the step in the block, with the clock around it and the phases after it.
+
+        Every second update is timed: the programs of the phases take the step's memory, and the
+        first step after them pays for getting it back.
+        """
         run, phases = self._run, self._phases
         if phases is None or update == 0:  # the first update compiles
             yield
             return
-        jax.block_until_ready(run.state)
-        began = time.perf_counter()
-        self._after_update(began, run.data_seconds)
-        window, *scalars = arguments
-        if self._left == 0:
-            self._finish()
-            yield
-            return
-        run.state, seconds = phases.measure(run.state, window, *scalars)
-        measured = time.perf_counter()
-        run.set_aside("profile", measured - began)
+        began, apart = time.perf_counter(), run.goodput.spent("evaluation", "checkpoint")
         yield
         jax.block_until_ready(run.state)
-        self._ended = time.perf_counter()
-        self._apart = self._run.goodput.spent("evaluation", "checkpoint")
+        ended = time.perf_counter()
+        if self._before is None:
+            self._before = (ended, apart)
+            return
+        host = began - self._before[0] - run.data_seconds - (apart - self._before[1])
+        self._before = None
+        window, *scalars = arguments
+        run.state, seconds = phases.measure(run.state, window, *scalars)
+        run.set_aside("profile", time.perf_counter() - ended)
         length = window["tokens"].shape[-1] - 1
-        self._left -= 1
         self._records.append(
             {
                 **seconds,
-                "step": self._ended - measured,
+                "step": ended - began,
+                "host": host,
                 "data": run.data_seconds,
                 "tokens": float(window["block"].size * length),
                 "predicted": predicted_ratio(
@@ -830,6 +830,8 @@ class _Profiling:
                 ),
             }
         )
+        if len(self._records) == self._settings.updates:
+            self._finish()
 
     def _finish(self) -> None:
         """Say what was measured, and let go of the programs."""

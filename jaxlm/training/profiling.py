@@ -1,10 +1,10 @@
 """Where the time of an update goes, measured in the first updates of a run and then never again.
 
-The step is one compiled program, whose phases cannot be timed from outside. So the first updates
-also run programs of their own on the same window: the forward pass, the forward pass with the
-loss, all gradients, and the optimizer, each waited for. Differences between them are the phases;
-all gradients and the optimizer together should be the step. The state is what it would be without:
-the optimizer's program does all of its work and then keeps the old values.
+The step is one compiled program, whose phases cannot be timed from outside. So some of the first
+updates are followed by programs of their own on the same window: the forward pass, the forward
+pass with the loss, all gradients, and the optimizer, each waited for. Differences between them are
+the phases; all gradients and the optimizer together should be the step. The state is what it would
+be without: the optimizer's program does all of its work and then keeps the old values.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import rich.table
 from jax import Array
 
@@ -70,7 +71,21 @@ def _forward(
     return jax.lax.scan(one, jnp.zeros((), jnp.float32), scanned)[0]
 
 
-_gradients = jax.jit(window_gradients, static_argnums=0)
+_Gradients = tuple[optax.Updates, Array, LossSums]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=5, keep_unused=True)
+def _gradients(
+    spec: StepSpec,
+    state: TrainState,
+    window: Window,
+    depth: Array,
+    backprop: Array,
+    place: _Gradients,
+) -> _Gradients:
+    """All gradients, written into those of an earlier call: within the step they have a place."""
+    del place
+    return window_gradients(spec, state, window, depth, backprop)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -118,11 +133,18 @@ class Phases:
         }
         if not self.separate:
             return state, seconds
-        seconds["gradients"] = _timed(lambda: _gradients(spec, state, *arguments))
-        result = _gradients(spec, state, *arguments)
+        shapes = jax.eval_shape(functools.partial(window_gradients, spec), state, *arguments)
+        # With a device they are "committed" like results: otherwise the second call would compile.
+        device = state.update.sharding
+        result = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), shapes)
         never = jnp.asarray(False)
-        for _ in range(2):  # a donated state cannot be used twice
+        # What is donated cannot be used twice.
+        for _ in range(2):
             jax.block_until_ready(result)
+            began = time.perf_counter()
+            result = jax.block_until_ready(_gradients(spec, state, *arguments, result))
+            seconds["gradients"] = time.perf_counter() - began
+        for _ in range(2):
             began = time.perf_counter()
             state, norm = _optimizer(spec, state, *result, rate, never)
             jax.block_until_ready((state, norm))

@@ -132,22 +132,44 @@ def test_validation_and_saves_are_no_work_of_the_host_and_the_last_update_ends_t
         slowed(monkeypatch, name, seconds)
     config = config_for(
         random_data,
-        training=TrainingConfig(updates=6, micro_batch_rows=2, micro_batches=2),
+        training=TrainingConfig(updates=11, micro_batch_rows=2, micro_batches=2),
         evaluation=EvaluationConfig(every=1, depths=(1, 2), batch_rows=4, rows=8),
         checkpoint=CheckpointConfig(every=1, keep=2),
         profile=ProfileConfig(updates=5),
     )
     assert loop.train(config) == 0
     profile = json.loads((directory_of(config) / "profile.json").read_text())
-    # Update 0 compiles; 1 to 5 are all that follow.
+    # Update 0 compiles; of 1 to 10, which are all that follow, every second one is timed.
     assert profile["updates"] == 5
     assert 0.1 <= profile["host"] < 0.3
     assert "phases of an update (5 timed)" in capsys.readouterr().out
+
+
+def test_an_update_that_is_waited_for_is_read_before_the_next_one_begins(random_data, monkeypatch):
+    """Its seconds are its own then: read later, they would be those of the one after it."""
+    order: list[str] = []
+    for name in ("dispatch", "read"):
+        method = getattr(loop.Run, name)
+
+        def noted(self, *args, name=name, method=method):
+            order.append(name)
+            return method(self, *args)
+
+        monkeypatch.setattr(loop.Run, name, noted)
+    config = config_for(
+        random_data,
+        training=TrainingConfig(updates=8, micro_batch_rows=2, micro_batches=2),
+        evaluation=EvaluationConfig(every=0, depths=(1,), batch_rows=4, rows=8),
+        profile=ProfileConfig(updates=2),
+    )
+    assert loop.train(config) == 0
+    # The first update compiles, two are timed, each after one that is not. Then two are under way.
+    assert order == ["dispatch", "read"] * 5 + ["dispatch"] + ["dispatch", "read"] * 2 + ["read"]
 
 
 def test_a_run_that_ends_before_its_profile_says_so(random_data, monkeypatch, capsys):
     config = config_for(random_data, profile=ProfileConfig(updates=5))
     until(monkeypatch, 3)
     assert loop.train(config) == 0
-    assert "No profile.json: 2 of 5 updates were profiled" in capsys.readouterr().out
+    assert "No profile.json: 1 of 5 updates were profiled" in capsys.readouterr().out
     assert not (directory_of(config) / "profile.json").exists()
