@@ -16,7 +16,7 @@ from jaxlm.config import (
     ProfileConfig,
     TrainingConfig,
 )
-from jaxlm.training import loop
+from jaxlm.training import loop, profiling
 from jaxlm.training.goodput import read_accounts, summary
 from jaxlm.training.metrics import read_records
 from jaxlm.training.profiling import predicted_ratio, ratio_line, summarise
@@ -147,6 +147,7 @@ def test_validation_and_saves_are_no_work_of_the_host_and_the_last_update_ends_t
 
 def test_an_update_that_is_waited_for_is_read_before_the_next_one_begins(random_data, monkeypatch):
     """Its seconds are its own then: read later, they would be those of the one after it."""
+    compiled = profiling._gradients._cache_size()
     order: list[str] = []
     for name in ("dispatch", "read"):
         method = getattr(loop.Run, name)
@@ -163,6 +164,7 @@ def test_an_update_that_is_waited_for_is_read_before_the_next_one_begins(random_
         profile=ProfileConfig(updates=2),
     )
     assert loop.train(config) == 0
+    assert profiling._gradients._cache_size() == compiled + 1
     # The first update compiles, two are timed, each after one that is not. Then two are under way.
     assert order == ["dispatch", "read"] * 5 + ["dispatch"] + ["dispatch", "read"] * 2 + ["read"]
 
