@@ -134,11 +134,11 @@ def float64_attention(q_BTHS: Array, k_BTKS: Array, v_BTKS: Array, mask: Array) 
 
 
 def attention_by_groups(q_BTHS: Array, k_BTKS: Array, v_BTKS: Array, mask: Array) -> Array:
-    """Causal attention, one key-value head with its queries after another.
+    """Causal attention, large scores for one key-value head with its queries after another.
 
     Scores exist for one group at a time, [B, H/K, T, T], and are computed again in the backward
-    pass: at 32 heads and 2,048 positions that takes 1.3 GB off an update. Scores of all groups
-    below `SCORES_AT_ONCE` bytes are computed together, since the loop costs more than they do.
+    pass: at 32 heads and 2,048 positions that takes 1.3 GB off an update. Where those of all
+    groups take `SCORES_AT_ONCE` bytes or less there is no loop, which would save little.
     """
 
     @jax.checkpoint
