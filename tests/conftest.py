@@ -14,6 +14,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+import signal
 import sys
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def _no_programs_of_other_modules():
 
     compilation._PROGRAMS.clear()
     jax.clear_caches()
+
+
+@pytest.fixture
+def hangup_heeded():
+    """SIGHUP ends what the test starts, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

@@ -28,6 +28,48 @@ def test_a_script_leaves_jax_the_card_unless_told_otherwise():
     assert run(SCRIPT, XLA_PYTHON_CLIENT_MEM_FRACTION="0.6").strip() == "0.6"
 
 
+THREADS = """
+import ctypes, os, threading
+from jaxlm.cli import run_script
+
+def allocate():
+    together.wait()
+    libc.malloc(1000)
+    together.wait()
+
+def main():
+    threads = [threading.Thread(target=allocate) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(os.environ.get("MALLOC_ARENA_MAX"), flush=True)
+    libc.fdopen.restype = ctypes.c_void_p
+    libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(2, b"w")))
+    libc.fflush(None)
+    return 0
+
+libc = ctypes.CDLL(None)
+together = threading.Barrier(12)
+run_script(main)
+"""
+
+
+def arenas(**variables: str) -> tuple[str, int]:
+    """The variable that child processes see, and glibc's own count after 12 threads allocate."""
+    base = {"PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", THREADS]
+    done = subprocess.run(command, env=base | variables, capture_output=True, text=True, check=True)
+    return done.stdout.strip(), done.stderr.count("<heap nr=")
+
+
+def test_memory_is_divided_into_two_arenas_unless_told_otherwise():
+    assert arenas() == ("2", 2)
+    assert arenas(MALLOC_ARENA_MAX="3") == ("3", 3)
+    assert arenas(GLIBC_TUNABLES="glibc.malloc.hugetlb=1") == ("2", 2)
+    assert arenas(GLIBC_TUNABLES="glibc.malloc.arena_max=4") == ("None", 4)
+
+
 def test_what_is_written_down_is_plain_and_complete():
     code = "import json; from jaxlm import environment as e; print(json.dumps(e.describe()))"
     found = json.loads(run(code, OMP_NUM_THREADS="2"))

@@ -121,6 +121,7 @@ def test_a_worker_that_is_killed_while_it_makes_a_checkpoint_again(before_reclai
     assert_made_again(study, before_reclaiming)
 
 
+@pytest.mark.usefixtures("hangup_heeded")
 def test_a_study_under_nohup_outlives_its_terminal(tmp_path, monkeypatch):
     worker = tmp_path / "worker"
     worker.write_text("#!/bin/sh\nkill -HUP $PPID\nsleep 0.3\nexit 7\n")

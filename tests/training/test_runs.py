@@ -806,6 +806,7 @@ def test_signals_end_the_script_with_their_codes(random_data, tmp_path):
     assert f"Continuing {directory_of(config)} after update {before}" in output
 
 
+@pytest.mark.usefixtures("hangup_heeded")
 def test_a_terminal_that_is_closed_ends_the_script_with_a_save(random_data, tmp_path):
     """Its SIGHUP comes when nothing can be printed any more."""
     config, path = endless(random_data, tmp_path)
