@@ -15,8 +15,8 @@ from typing import Any
 # leaves 6 GB of an RTX 3090 unused. See memory planning for what the rest is needed for.
 MEMORY_FRACTION = "0.95"
 # Parts that glibc divides the heap into, each of which keeps what its threads once needed. Its
-# default is 8 for each core: the many threads of a save then leave 0.5 MB behind each time, of
-# which two arenas spare nearly all at no cost in speed (docs/LOG.md, 2026-12-01).
+# default is 8 for each core: the many threads of a save then leave 0.4 MB behind each time; with
+# two arenas it is less than half, and updates take as long (docs/LOG.md, 2026-12-01).
 ARENAS = 2
 _M_ARENA_MAX = -8  # of malloc.h
 # Recorded as they are at the start of a run; absent ones are defaults.
