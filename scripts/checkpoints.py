@@ -5,8 +5,9 @@
     python scripts/checkpoints.py runs/quickstart prune --keep 1 --yes
 
 list compares names and sizes of files; verify compares their checksums too. prune removes what a
-run with this `--keep` would not have kept; without --yes it says what that is. Exit code 0; 1: list
-or verify found damage, or prune cannot go on; 2: not a run, or it is being trained (prune).
+run with this `--keep` would not have kept, counting whole checkpoints alone; without --yes it says
+what that is. Exit code 0; 1: list or verify found damage; 2: not a run, or it is being trained
+(prune).
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 from jaxlm.cli import run_script
 from jaxlm.config import CheckpointConfig, load
 from jaxlm.console import console, new_table
-from jaxlm.errors import Failure, UserError
+from jaxlm.errors import UserError
 from jaxlm.files import Lock, refuse_links, size_text
 from jaxlm.training.manifest import (
     Inspection,
@@ -64,7 +65,12 @@ def state_of(found: Inspection) -> str:
 
 def examine(directory: Path, contents: bool) -> list[dict[str, Any]]:
     """What is known about each checkpoint, ascending, as plain values."""
-    found = {update: inspect(directory / str(update), contents) for update in updates_in(directory)}
+    found = {}
+    for update in updates_in(directory):
+        inspection = inspect(directory / str(update), contents)
+        # One that is gone was removed meanwhile, by the process that trains: that is no damage.
+        if (directory / str(update)).is_dir():
+            found[update] = inspection
     best = best_of(one.manifest for one in found.values() if one.manifest is not None)
     rows = []
     for update, one in found.items():
@@ -133,14 +139,11 @@ def show(directory: Path, contents: bool, as_json: bool) -> int:
 
 
 def prune(directory: Path, keep: int, keep_every_tokens: int | None, yes: bool) -> int:
-    """Remove what retention would not keep, as long as a whole checkpoint stays."""
-    old = removable(directory, keep, keep_every_tokens)
-    stay = [update for update in updates_in(directory) if update not in old]
-    if old and not any(inspect(directory / str(update)).whole for update in reversed(stay)):
-        raise Failure(
-            f"{directory}: none of the checkpoints that would stay ({', '.join(map(str, stay))}) "
-            f"is whole; nothing was removed"
-        )
+    """Remove what retention would not keep; damaged ones are left, and stand for none kept."""
+    there = updates_in(directory)
+    damaged = {update for update in there if inspect(directory / str(update)).damage}
+    old = removable(directory, keep, keep_every_tokens, damaged)
+    stay = [update for update in there if update not in old]
     for path in leftovers(directory):  # of a removal or a save that was killed
         if yes:
             shutil.rmtree(path)

@@ -81,16 +81,23 @@ class FinishedRun:
 
     @functools.cached_property
     def windows(self) -> Windows | None:
-        """The run's windows; None where its data is gone."""
+        """The run's windows; None where its data, or the first of it, is gone."""
         config = self.config
-        if not (Path(config.data.directory) / "manifest.json").is_file():
+        directories = [config.data.directory, *(one.directory for one in config.data.sources)]
+        if not all((Path(name) / "manifest.json").is_file() for name in directories):
             return None
         data = DataDirectory(Path(config.data.directory), verify=False)
+        until = self.rewinds.windows_before(len(self.metrics))  # later ones may still arrive
+        sources = open_sources(config.data, data, until=until)
+        first = config.data.tokens[0] if config.data.tokens else 0
+        if any(source.stream.readable_from > first for source in sources):
+            return None
         return training_windows(
-            open_sources(config.data, data),
+            sources,
             config.data,
             config.training.micro_batches,
             config.training.micro_batch_rows,
+            until,
         )
 
 

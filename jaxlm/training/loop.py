@@ -295,6 +295,7 @@ class Run:
         self._watchdog = Watchdog(self._tell_slow)
         stack.callback(self._watchdog.close)
         self._profiling = _Profiling(self)
+        stack.callback(self._profiling.end_trace)
         start = {
             "time": time.time(),
             "update": self.progress.update,
@@ -773,18 +774,21 @@ class _Profiling:
             self._tracing = True
             jax.profiler.start_trace(str(self._run.directory / "trace"))
         elif self._tracing and update >= stop:
-            self._end_trace()
+            jax.block_until_ready(self._run.state)
+            self.end_trace()
 
-    def _end_trace(self) -> None:
+    def end_trace(self) -> None:
+        """Write the trace, if one is under way: JAX begins no other before it has ended."""
+        if not self._tracing:
+            return
         self._tracing = False
-        jax.block_until_ready(self._run.state)
         jax.profiler.stop_trace()
         print(f"Trace written to {self._run.directory / 'trace'}", flush=True)
 
     def close(self) -> None:
         """At the end of the updates, end what one more of them would have ended."""
-        if self._tracing:
-            self._end_trace()
+        jax.block_until_ready(self._run.state)
+        self.end_trace()
         if self._phases is not None:
             made = f"{len(self._records)} of {self._settings.updates} updates"
             print(f"No {PROFILE}: {made} were profiled before the run ended", flush=True)

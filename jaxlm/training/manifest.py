@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +84,15 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     """A checkpoint's manifest; None if it has none.
 
     Raises:
-        DamagedManifestError: it is not, byte for byte, what :func:`write_manifest` wrote, or is
-            another checkpoint's.
+        DamagedManifestError: it cannot be read, is not, byte for byte, what :func:`write_manifest`
+            wrote, or is another checkpoint's.
     """
     try:
         written = (checkpoint / MANIFEST).read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:  # a bad sector in one checkpoint is no reason to lose the others
+        raise DamagedManifestError(f"{MANIFEST}: cannot be read ({error.strerror})") from error
     try:
         tree = json.loads(written)["manifest"]
         if _render(tree) != written:
@@ -218,13 +220,18 @@ def retained(manifests: Iterable[Manifest], keep: int, every_tokens: int | None)
     return result
 
 
-def removable(directory: Path, keep: int, every_tokens: int | None) -> list[int]:
+def removable(
+    directory: Path, keep: int, every_tokens: int | None, damaged: Container[int] = ()
+) -> list[int]:
     """The updates of the checkpoints that retention does not keep, ascending.
 
-    One without a readable manifest is left for a person to judge.
+    One without a readable manifest, or that is known to be damaged, is left for a person to judge,
+    and is none of those kept.
     """
     manifests = []
     for update in updates_in(directory):
+        if update in damaged:
+            continue
         try:
             manifest = read_manifest(directory / str(update))
         except DamagedManifestError:

@@ -42,8 +42,12 @@ class Watchdog:
     def done(self, seconds: float) -> None:
         """The update has ended, after so many seconds."""
         with self._lock:
+            # It may have become too slow and ended since the thread last looked.
+            slow = self._slow(time.monotonic())
             self._began = None
             self._seconds.append(seconds)
+        if slow is not None:
+            self._tell(*slow)
 
     def pause(self) -> None:
         """Nothing is waited for: a validation pass or a save is under way."""

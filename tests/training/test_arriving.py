@@ -12,6 +12,7 @@ from jaxlm.data.pipeline import open_sources, training_windows
 from jaxlm.data.prepare import prepare
 from jaxlm.data.shards import DataDirectory
 from jaxlm.errors import UserError
+from jaxlm.training import finished
 from jaxlm.training.loading import load_run
 from jaxlm.training.loop import Run, train
 from jaxlm.training.metrics import read_records
@@ -107,6 +108,21 @@ def test_cycles_on_a_growing_and_reclaimed_directory_equal_one_run(texts):
     assert counts[1].sum() == len(DataDirectory(texts / "cycled/data").stream("train"))
     prepare(cycled)  # on to the end of the sources, with shards that are gone
     assert (DataDirectory(texts / "cycled/data").counts("train") == counts[0]).all()
+
+
+def test_a_run_whose_data_arrives_and_goes_is_checked_all_the_same(texts):
+    config = arriving(texts, "checked")
+    prepare(config, tokens=641)
+    assert train(config, until_update=15) == 0
+
+    def blocks():
+        found = finished.run_checks(directory_of(config), ["blocks"], lambda units, text: None)
+        assert found[0].passed, found[0]
+        return found[0].figure
+
+    assert "in the data's order" in blocks()
+    reclaim(texts / "checked/data", 320)
+    assert "the data is gone" in blocks()
 
 
 def test_what_is_not_there_or_no_longer_is_refused(texts):

@@ -1,3 +1,4 @@
+import errno
 import importlib.util
 import json
 import random
@@ -24,6 +25,8 @@ from jaxlm.training.manifest import (
     Manifest,
     inspect,
     read_manifest,
+    removable,
+    remove,
     retained,
     updates_in,
 )
@@ -375,6 +378,25 @@ def test_what_training_removes_while_it_is_read_is_no_damage(tmp_path, monkeypat
     assert capsys.readouterr().err == ""
 
 
+def test_a_manifest_on_a_bad_sector_is_damage_of_its_checkpoint_alone(tmp_path, monkeypatch):
+    save_all(tmp_path / "c", {1: None, 2: None, 3: None}, keep=3)
+    read = Path.read_bytes
+
+    def fails(path):
+        if path.parts[-2:] == ("2", "manifest.json"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    assert inspect(tmp_path / "c/2").damage == [
+        "manifest.json: cannot be read (Input/output error)"
+    ]
+    assert removable(tmp_path / "c", 1, None) == [1]  # 2 is left for a person
+    remove(tmp_path / "c", 3)
+    with Checkpoints(tmp_path / "c", keep=3) as checkpoints:
+        assert checkpoints.recover(tmp_path / "recovery.jsonl") == 1
+
+
 def test_readers_pass_over_damage_and_touch_nothing(tmp_path, capsys):
     save_all(tmp_path, {1: None, 2: None, 3: None}, keep=3)
     damage_of(tmp_path, 3)
@@ -634,7 +656,7 @@ def test_a_real_disk_that_fills_up_or_turns_read_only(small_disk, monkeypatch):
 
 @pytest.fixture
 def script(monkeypatch):
-    """Run scripts/checkpoints.py in this process."""
+    """Run scripts/checkpoints.py in this process; `module` is the script."""
     path = Path(__file__).parents[2] / "scripts/checkpoints.py"
     spec = importlib.util.spec_from_file_location("checkpoints_script", path)
     module = importlib.util.module_from_spec(spec)
@@ -644,6 +666,7 @@ def script(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["checkpoints.py", *map(str, words)])
         return module.main()
 
+    run.module = module
     return run
 
 
@@ -682,6 +705,18 @@ def test_list_and_verify(script, run, capsys):
     assert (rows[1]["tokens"], rows[1]["validation_cross_entropy"]) == (20, 1.0)
 
 
+def test_what_training_removes_while_it_is_verified_is_not_listed(script, run, monkeypatch, capsys):
+    def meanwhile(path, *arguments):
+        if path.name == "1":
+            remove(path.parent, 1)
+        return inspect(path, *arguments)
+
+    monkeypatch.setattr(script.module, "inspect", meanwhile)
+    assert script(run, "verify", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["update"], row["state"]) for row in rows] == [(u, "whole") for u in (2, 9, 10, 11)]
+
+
 def updates_of(run: Path) -> list[int]:
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         return checkpoints.updates
@@ -712,9 +747,14 @@ def test_prune_removes_what_a_killed_removal_left(script, run, capsys):
     assert updates_of(run) == [2, 9, 10, 11]
 
 
+def test_prune_counts_whole_checkpoints(script, run):
+    damage_of(run / "checkpoints", 11)  # the newest: a restart goes on from 10
+    assert script(run, "prune", "--keep", 1, "--yes") == 0
+    assert updates_of(run) == [2, 10, 11]
+
+
 def test_prune_leaves_the_only_whole_checkpoint(script, run):
-    for update in (2, 11):
+    for update in (2, 9, 10, 11):
         damage_of(run / "checkpoints", update)
-    with pytest.raises(Failure, match=r"that would stay \(2, 11\) is whole; nothing was removed"):
-        script(run, "prune", "--keep", 1, "--yes")
+    assert script(run, "prune", "--keep", 1, "--yes") == 0
     assert updates_of(run) == [1, 2, 9, 10, 11]

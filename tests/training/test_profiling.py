@@ -175,3 +175,13 @@ def test_a_run_that_ends_before_its_profile_says_so(random_data, monkeypatch, ca
     assert loop.train(config) == 0
     assert "No profile.json: 1 of 5 updates were profiled" in capsys.readouterr().out
     assert not (directory_of(config) / "profile.json").exists()
+
+
+def test_a_run_that_ends_within_a_trace_writes_it_and_the_next_one_can_begin(random_data):
+    """As after a spike, which goes back by opening the run once more in the same process."""
+    config = config_for(random_data, "cut", profile=ProfileConfig(trace=(0, 9)))
+    for _ in range(2):
+        run = loop.Run(config)
+        run.dispatch()
+        run.close()
+    assert len(list((directory_of(config) / "trace").rglob("*.xplane.pb"))) == 2

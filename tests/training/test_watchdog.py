@@ -49,6 +49,24 @@ def test_nothing_is_told_of_saves_nor_before_there_are_ten_updates(dog):
     assert dog._slow(time.monotonic() + 0.9) is None  # under a second concerns nobody
 
 
+def test_an_update_that_ends_before_the_thread_looks_again_is_told_of(dog, monkeypatch):
+    """The thread looks twice a second: what was too slow for less than that counts as well."""
+    dog, told = dog
+    for _ in range(10):
+        dog.done(0.05)  # the limit is 1 s
+    dog._stop.set()  # the thread looks no more
+    dog._thread.join()
+    now = time.monotonic()
+    dog.begin(10)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1.3)
+    dog.done(1.3)
+    assert [update for update, _ in told] == [10]
+    dog.begin(11)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2.2)
+    dog.done(0.9)
+    assert [update for update, _ in told] == [10]
+
+
 def test_the_thread_tells_of_an_update_that_hangs(dog):
     dog, told = dog
     for _ in range(10):
