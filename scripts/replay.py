@@ -2,10 +2,10 @@
 
     python scripts/replay.py runs/quickstart --update 1234
 
-Takes the newest checkpoint at or before the update, makes the updates in between again, and then
-looks at each micro-batch. Where a loss or a gradient is not finite, the operations are run one by
-one until the first whose output is not. The run itself is only read. Exit code 0: all is finite;
-1: something is not; 2: not a run, or no such update or checkpoint.
+Takes the newest checkpoint at or before the update, or the initial weights, makes the updates in
+between again, and then looks at each micro-batch. Where a loss or a gradient is not finite, the
+operations are run one by one until the first whose output is not. The run itself is only read. Exit
+code 0: all is finite; 1: something is not; 2: not a run, or no such update.
 """
 
 import argparse
@@ -38,11 +38,14 @@ def show(found: Replay) -> None:
     for one in found.micro_batches:
         ids = ", ".join(map(str, one.blocks[:4])) + (" ..." if len(one.blocks) > 4 else "")
         table.add_row(str(one.number), f"{one.loss:.6g}", f"{one.grad_norm:.6g}", ids)
-    screen.print(f"Update {found.update}, from the checkpoint of update {found.checkpoint}")
+    source = f"the checkpoint of update {found.checkpoint}" if found.checkpoint else "the beginning"
+    screen.print(f"Update {found.update}, from {source}")
     if found.differs_from is not None:
         screen.print(
-            f"From update {found.differs_from} on the losses are not those on record: other "
-            f"hardware or versions, so that this is a close relative of that update"
+            f"From update {found.differs_from} on the losses are not those on record: hardware, "
+            f"versions, or a setting that may change at a restart (docs/runs.md) are not those of "
+            f"then, so that this is a close relative of that update",
+            soft_wrap=True,
         )
     screen.print(table)
     for name in found.bad_parameters:

@@ -140,7 +140,8 @@ class Checkpoints:
 
         Raises:
             Failure: no room, or the folder cannot be written to; also for the save before this
-                one, whose background work raises here, in :meth:`wait` or on leaving.
+                one, whose background work raises here, in :meth:`wait`, in :meth:`raise_failed`
+                or on leaving.
         """
         self.wait()
         self._check_identity(update)
@@ -187,6 +188,11 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def raise_failed(self) -> None:
+        """Raise what went wrong in a pending save, if something has; does not wait for one."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
 
     def _identify(self) -> tuple[int, int] | None:
         try:

@@ -546,11 +546,17 @@ class Run:
             raise spike
         limit = self.config.training.max_nonfinite_updates
         if progress.nonfinite_in_a_row >= limit:
+            self.checkpoints.wait()
+            latest = self.checkpoints.latest
+            saved = (
+                "no checkpoint had been saved"
+                if latest is None
+                else f"{self.checkpoints.directory / str(latest)} holds finite weights of before"
+            )
             raise Failure(
                 f"{self.directory}: loss or gradient was not finite for {limit} updates in a row "
-                f"(up to update {pending.update}); the checkpoints in {self.checkpoints.directory} "
-                f"hold finite weights of before. Lower optim.learning_rate, or lengthen the "
-                f"warm-up; python scripts/replay.py {self.directory} --update {pending.update} "
+                f"(up to update {pending.update}); {saved}. Lower optim.learning_rate, or lengthen "
+                f"the warm-up; python scripts/replay.py {self.directory} --update {pending.update} "
                 f"finds where numbers stop being finite"
             )
         return record
@@ -628,6 +634,7 @@ class Run:
                 self._show(advance, record)
 
             while self.progress.update < self.until and not stopping:
+                self.checkpoints.raise_failed()
                 alone = self._profiling.busy
                 previous, pending = pending, self.dispatch()
                 if previous is not None:

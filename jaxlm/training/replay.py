@@ -1,7 +1,8 @@
 """Make one update of a run once more, and look closely at its numbers.
 
-The weights of the update are those of the newest checkpoint at or before it and of the updates in
-between, made again as the run's records say. Nothing of the run is written or moved.
+The weights of the update are those of the newest checkpoint at or before it, or the initial ones,
+and of the updates in between, made again as the run's records say and under the settings of then.
+Nothing of the run is written or moved.
 """
 
 import dataclasses
@@ -24,7 +25,8 @@ from jaxlm.optim.rules import path_name
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.finite import Culprit, first_not_finite
 from jaxlm.training.loading import load_resolved
-from jaxlm.training.metrics import METRICS, read_records
+from jaxlm.training.metrics import CHANGES, METRICS, read_records
+from jaxlm.training.resume import config_at
 from jaxlm.training.rewind import Rewinds
 from jaxlm.training.spec import StepSpec, Window, row_keys, step_spec
 from jaxlm.training.state import TrainState
@@ -52,9 +54,10 @@ class Replay:
     """What was found."""
 
     update: int
-    # Updates behind the checkpoint that the weights come from.
+    # Updates behind the checkpoint that the weights come from; 0 are the initial ones.
     checkpoint: int
-    # Updates made again whose loss was not, to the bit, the one on record; first of them.
+    # Updates made again, the one asked for too, whose loss was not, to the bit, the one on record;
+    # first of them.
     differs_from: int | None
     # Parameters that are not finite themselves, by path.
     bad_parameters: list[str]
@@ -71,7 +74,7 @@ class _Run:
         self.config: Config = load_resolved(directory)
         training = self.config.training
         assert training.updates is not None
-        self.spec: StepSpec = step_spec(self.config, self.config.model.vocabulary, training.updates)
+        self.changes = read_records(directory / CHANGES)
         data = DataDirectory(Path(self.config.data.directory))
         self.records = read_records(directory / METRICS)
         self.rewinds = Rewinds(directory)
@@ -86,20 +89,23 @@ class _Run:
         )
         self.sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
+    def spec_of(self, update: int) -> StepSpec:
+        """The step of an update, under the settings of then."""
+        config = config_at(self.config, self.changes, update)
+        assert config.training.updates is not None
+        return step_spec(config, config.model.vocabulary, config.training.updates)
+
     def state_of(self, update: int) -> tuple[TrainState, int]:
-        """The newest whole checkpoint at or before an update."""
+        """The newest whole checkpoint at or before an update, or the state that the run began with.
+
+        That is a function of the settings, so that what came before the first save can be seen.
+        """
         with Checkpoints(self.directory / "checkpoints", read_only=True) as checkpoints:
             before = [u for u in checkpoints.updates if u <= update]
-            if not before and update > 0:
-                there = ", ".join(map(str, checkpoints.updates)) or "none"
-                raise UserError(
-                    f"{self.directory}: no checkpoint at or before update {update} is kept (there: "
-                    f"{there}); checkpoint.keep and keep_every_tokens say which stay"
-                )
             if not before:
-                return jax.device_put(init_state(self.spec), self.sharding), 0
+                return jax.device_put(init_state(self.spec_of(0)), self.sharding), 0
             found = checkpoints.find(None, at_most=update)
-            abstract = jax.eval_shape(lambda: init_state(self.spec))
+            abstract = jax.eval_shape(lambda: init_state(self.spec_of(found)))
             return checkpoints.restore(found, abstract, self.sharding), found
 
 
@@ -111,7 +117,8 @@ def replay(directory: Path, update: int) -> Replay:
         update: its number, from 0.
 
     Raises:
-        UserError: no run there, no record of that update, or no checkpoint of before.
+        UserError: no run there, or no record of that update.
+        Failure: the checkpoints of before are damaged.
     """
     run = _Run(directory)
     if not 0 <= update < len(run.records):
@@ -122,13 +129,13 @@ def replay(directory: Path, update: int) -> Replay:
     state, checkpoint = run.state_of(update)
     iterator = device_iterator(run.windows, 1, run.sharding)
     iterator.set_state({"next_index": run.rewinds.windows_before(checkpoint)})
+    differs = None
     try:
-        differs = None
         with progress(f"Updates from {checkpoint}", update - checkpoint) as advance:
             for number in range(checkpoint, update):
                 record = run.records[number]
                 run.rewinds.pass_over(iterator, number)
-                state, loss = _make(run, state, next(iterator), record)
+                state, loss = _make(run.spec_of(number), state, next(iterator), record)
                 if differs is None and loss != record["loss"]:
                     differs = number
                 advance(1, f"update {number}")
@@ -141,7 +148,11 @@ def replay(directory: Path, update: int) -> Replay:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
         if not bool(jnp.all(jnp.isfinite(leaf)))
     ]
-    micro_batches, culprit = _examine(run.spec, state, window, run.records[update])
+    spec, record = run.spec_of(update), run.records[update]
+    micro_batches, culprit = _examine(spec, state, window, record)
+    _, loss = _make(spec, state, window, record)
+    if differs is None and loss != record["loss"]:
+        differs = update
     return Replay(update, checkpoint, differs, bad, micro_batches, culprit)
 
 
@@ -152,10 +163,10 @@ def _depths(record: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
 
 
 def _make(
-    run: _Run, state: TrainState, window: Window, record: dict[str, Any]
+    spec: StepSpec, state: TrainState, window: Window, record: dict[str, Any]
 ) -> tuple[TrainState, float | None]:
     rate = jnp.asarray(record["rate_multiplier"], jnp.float32)
-    state, metrics = train_step(run.spec, state, window, *_depths(record), rate)
+    state, metrics = train_step(spec, state, window, *_depths(record), rate)
     loss = float(metrics.loss)
     return state, loss if math.isfinite(loss) else None
 

@@ -1,10 +1,10 @@
 """What may differ between a run and its continuation."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from jaxlm.config import Config, to_tree
+from jaxlm.config import Config, from_tree, to_tree
 from jaxlm.data.pipeline import rows_by_length
 from jaxlm.data.shards import Fingerprint
 
@@ -96,6 +96,24 @@ def config_changes(
             + (" (by row length, see data.buckets)" if config.data.buckets else "")
         )
     return refused, made
+
+
+def config_at(config: Config, changes: Iterable[dict[str, Any]], update: int) -> Config:
+    """The settings that an update was made under.
+
+    Args:
+        config: of now.
+        changes: the run's records of changes, in their order. Free ones leave none.
+        update: counts from 0.
+    """
+    tree = to_tree(config)
+    for change in reversed([one for one in changes if one["update"] > update]):
+        *sections, name = change["key"].split(".")
+        section = tree
+        for one in sections:
+            section = section[one]
+        section[name] = change["was"]
+    return from_tree(tree)
 
 
 def data_changes(stored: Fingerprint, now: Fingerprint, may_grow: bool) -> list[str]:

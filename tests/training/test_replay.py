@@ -1,5 +1,6 @@
 """Finding where numbers stop being finite."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 from test_runs import config_for, directory_of
 
-from jaxlm.config import CheckpointConfig, TrainingConfig
-from jaxlm.errors import UserError
+from jaxlm.config import CheckpointConfig, OptimConfig, TrainingConfig
+from jaxlm.errors import Failure, UserError
 from jaxlm.training import loop
 from jaxlm.training.finite import first_not_finite
+from jaxlm.training.manifest import remove
 from jaxlm.training.metrics import read_records
 from jaxlm.training.replay import replay
 
@@ -138,6 +140,49 @@ def test_the_layer_that_overflows_is_named(run, monkeypatch):
     assert found.culprit.where[2] == "mlp"
     assert not found.culprit.backward
     assert "jaxlm/models/layers.py:" in found.culprit.line()
+
+
+def test_what_came_before_the_first_save_is_made_from_the_beginning(random_data):
+    """Rate 1e30 breaks the weights within a few updates, and no save comes before the stop."""
+    config = config_for(
+        random_data,
+        optim=OptimConfig(name="adamw", learning_rate=1e30, warmup_updates=0),
+        training=TrainingConfig(
+            updates=12, micro_batch_rows=2, micro_batches=2, max_nonfinite_updates=2
+        ),
+        checkpoint=CheckpointConfig(every=500),
+    )
+    with pytest.raises(Failure, match=r"2 updates in a row .*; no checkpoint had been saved"):
+        loop.train(config)
+    records = read_records(directory_of(config) / "metrics.jsonl")
+    last = len(records) - 1
+    assert [r["applied"] for r in records[-2:]] == [False, False]
+    found = replay(directory_of(config), last)
+    assert (found.update, found.checkpoint, found.differs_from) == (last, 0, None)
+    assert found.culprit is not None
+
+
+def test_updates_are_made_again_under_the_settings_of_then(random_data):
+    """Half the rate and twice the warm-up from update 6 on; all made again from the beginning."""
+    config = config_for(
+        random_data,
+        training=TrainingConfig(updates=12, micro_batch_rows=2, micro_batches=2),
+        checkpoint=CheckpointConfig(every=100, keep=9),
+    )
+    assert loop.train(config, until_update=6) == 0
+    optim = dataclasses.replace(config.optim, learning_rate=5e-3, warmup_updates=8)
+    changed = dataclasses.replace(config, optim=optim)
+    assert loop.train(changed, {"rate", "horizon"}) == 0
+    for checkpoint in (6, 0):
+        for update in (5, 6, 9):
+            found = replay(directory_of(config), update)
+            assert found.checkpoint == (checkpoint if update >= 6 else 0)
+            assert found.differs_from is None, (checkpoint, update)
+        if checkpoint:
+            remove(directory_of(config) / "checkpoints", checkpoint)
+    # Settings that are not those of then are noticed, in the update itself as well.
+    (directory_of(config) / "changes.jsonl").unlink()
+    assert replay(directory_of(config), 1).differs_from == 1
 
 
 def test_an_update_that_is_not_there(run):

@@ -1,5 +1,7 @@
 """Whole runs through `train`, in this process unless a test says otherwise."""
 
+import concurrent.futures
+import errno
 import json
 import logging
 import os
@@ -40,7 +42,7 @@ from jaxlm.config import (
 )
 from jaxlm.errors import Failure, UserError
 from jaxlm.memory.devices import RTX3090
-from jaxlm.training import diagnosis, loop, out_of_memory
+from jaxlm.training import checkpoint, diagnosis, loop, out_of_memory
 from jaxlm.training.checkpoint import Checkpoints
 from jaxlm.training.compilation import CompileOnce, RecompilationError
 from jaxlm.training.loading import load_resolved, load_run
@@ -421,6 +423,26 @@ def test_windows_without_targets_are_counted(tmp_path):
     assert report["events"] == []  # two are not worth a line
 
 
+def test_a_save_that_failed_stops_the_run_before_the_next_one(random_data, monkeypatch):
+    """The save after update 9 fails; the run must not go on to 18 without a word."""
+    config = config_for(random_data, checkpoint=CheckpointConfig(every=9))
+    dispatch = loop.Run.dispatch
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def wait_at_12(self):
+        if self.progress.update == 12:
+            concurrent.futures.wait([self.checkpoints._pending])
+        return dispatch(self)
+
+    monkeypatch.setattr(checkpoint, "write_manifest", full)
+    monkeypatch.setattr(loop.Run, "dispatch", wait_at_12)
+    with pytest.raises(Failure, match="checkpoints/9: not saved: No space left on device"):
+        loop.train(config)
+    assert len(read_records(directory_of(config) / "metrics.jsonl")) <= 13
+
+
 def test_a_run_that_stays_not_finite_stops_with_good_weights_on_disk(random_data, monkeypatch):
     config = config_for(
         random_data,
@@ -438,7 +460,7 @@ def test_a_run_that_stays_not_finite_stops_with_good_weights_on_disk(random_data
         return dispatch(self)
 
     monkeypatch.setattr(loop.Run, "dispatch", poisoned)
-    with pytest.raises(Failure, match="3 updates in a row"):
+    with pytest.raises(Failure, match=r"3 updates in a row .*checkpoints/5 holds finite"):
         loop.train(config)
     records = read_records(directory_of(config) / "metrics.jsonl")
     assert [r["applied"] for r in records] == [True] * 7 + [False] * 3
